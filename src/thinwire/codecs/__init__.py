@@ -1,0 +1,7 @@
+"""Codecs: a tensor to one uint8 buffer and back, with the exact length known beforehand."""
+
+from thinwire.codecs.blockwise import Blockwise
+from thinwire.codecs.cast import Cast
+from thinwire.codecs.protocol import Codec, CodecFacts
+
+__all__ = ["Blockwise", "Cast", "Codec", "CodecFacts"]

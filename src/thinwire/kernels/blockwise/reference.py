@@ -1,0 +1,145 @@
+"""Asymmetric min-max block quantizer in plain torch: the specification of the fused kernels.
+
+Legend: `N` elements, `G` elements per block, `B` blocks (B*G >= N), `R` messages, `W` bytes.
+
+One block holds codes of `bits` bits, a scale s and a minimum z (fp16 or bf16 each):
+
+    z  = meta(min x);  s = meta((max x - z) / (2^bits - 1)), stepped up once where the top code
+    would not reach max x;  s = 2^-24 (smallest subnormal of meta) where that is 0
+    q  = clip(rint((x - z) / s), 0, 2^bits - 1)          x^ = z + s*q, fp32, then one cast
+
+A block with NaN, infinity, or a minimum or scale that overflows meta decodes to NaN throughout
+(z = NaN, s = 0, codes 0).  The tail block is padded with the last valid value.
+
+Reference: Huang et al., "Aquavit", KDD '26, doi 10.1145/3770855.3818083 (min-max codes with 32
+bits of metadata per block); the split of those bits, rounding and packing are thinwire's.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["META_DTYPES", "decode", "encode", "pack_codes", "unpack_codes", "wire_nbytes"]
+
+META_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_META_BYTES = 4
+
+
+def wire_nbytes(num_blocks: int, block_size: int, bits: int) -> int:
+    """Return the bytes of `num_blocks` blocks: payload plus one scale and one minimum each."""
+    return num_blocks * (block_size * bits // 8 + _META_BYTES)
+
+
+def pad_blocks(x: Tensor, num_blocks: int, block_size: int) -> Tensor:
+    """Return x [N] as fp32 [B, G], padded with its last value (zeros when x is empty)."""
+    missing = num_blocks * block_size - x.numel()
+    x = x.float()
+    if missing:
+        fill = x[-1:] if x.numel() else x.new_zeros(1)
+        x = torch.cat([x, fill.expand(missing)])
+    return x.view(num_blocks, block_size)
+
+
+def next_up(s: Tensor) -> Tensor:
+    """Return the next larger value of a non-negative fp16 or bf16 tensor."""
+    return (s.view(torch.int16) + 1).view(s.dtype)
+
+
+def block_meta(x_BG: Tensor, bits: int, meta: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scale [B], minimum [B] in `meta` and a mask [B] of blocks that cannot be coded."""
+    top = float(2**bits - 1)
+    lo, hi = x_BG.amin(1), x_BG.amax(1)
+    z = lo.to(meta)
+    s = ((hi - z.float()) / top).to(meta)
+    s = torch.where(top * s.float() + z.float() < hi, next_up(s), s)
+    tiny = torch.ones((), dtype=torch.int16, device=s.device).view(meta)
+    s = torch.where(s <= 0, tiny, s)
+    bad = ~(torch.isfinite(x_BG).all(1) & torch.isfinite(z) & torch.isfinite(s))
+    return s.masked_fill(bad, 0.0), z.masked_fill(bad, float("nan")), bad
+
+
+def pack_codes(q_BG: Tensor, bits: int) -> Tensor:
+    """Pack codes uint8 [B, G] into bytes [B, G*bits/8], element 0 in the lowest bits."""
+    if bits == 8:
+        return q_BG
+    num_blocks = q_BG.shape[0]
+    if bits == 6:
+        q = q_BG.view(num_blocks, -1, 4).int()
+        word = q[..., 0] | (q[..., 1] << 6) | (q[..., 2] << 12) | (q[..., 3] << 18)
+        packed = torch.stack([word & 255, (word >> 8) & 255, word >> 16], -1)
+    else:
+        q = q_BG.view(num_blocks, -1, 8 // bits).int()
+        packed = q[..., 0]
+        for i in range(1, 8 // bits):
+            packed = packed | (q[..., i] << (bits * i))
+    return packed.to(torch.uint8).view(num_blocks, -1)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """Invert `pack_codes`: bytes [..., G*bits/8] to codes uint8 [..., G]."""
+    if bits == 8:
+        return packed
+    if bits == 6:
+        p = packed.unflatten(-1, (-1, 3)).int()
+        word = p[..., 0] | (p[..., 1] << 8) | (p[..., 2] << 16)
+        q = torch.stack([(word >> (6 * i)) & 63 for i in range(4)], -1)
+    else:
+        p = packed.unsqueeze(-1).int()
+        q = torch.cat([(p >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], -1)
+    return q.to(torch.uint8).flatten(-2)
+
+
+def encode(
+    x: Tensor, num_blocks: int, block_size: int, bits: int, layout: str, meta: str, u: Tensor | None
+) -> Tensor:
+    """Return x [N] as uint8 [W].
+
+    Args:
+        x: values [N], fp32, bf16 or fp16.
+        num_blocks: blocks to send, at least ceil(N / block_size); the rest is padding.
+        block_size: elements per block, a multiple of 4, at least 32.
+        bits: 2, 4, 6 or 8.
+        layout: "interleaved" (payload, s, z per block) or "split" (all payload, then s, z pairs).
+        meta: "fp16" or "bf16", the type of scale and minimum.
+        u: None to round to nearest even, or uniforms in [0, 1) [B*G] for stochastic rounding.
+    """
+    x_BG = pad_blocks(x, num_blocks, block_size)
+    s, z, bad = block_meta(x_BG, bits, META_DTYPES[meta])
+    y = (x_BG - z.float()[:, None]) / s.float()[:, None]
+    y = torch.round(y) if u is None else torch.floor(y + u.view_as(y))
+    q = y.clamp(0, 2**bits - 1).masked_fill(bad[:, None], 0).to(torch.uint8)
+    payload = pack_codes(q, bits)
+    tail = torch.stack([s, z], 1).view(torch.uint8).view(num_blocks, _META_BYTES)
+    if layout == "interleaved":
+        return torch.cat([payload, tail], 1).view(-1)
+    return torch.cat([payload.reshape(-1), tail.reshape(-1)])
+
+
+def split_wire(
+    wires: Tensor, num_blocks: int, block_size: int, bits: int, layout: str, meta: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return payload [R, B, G*bits/8] and fp32 scale and minimum [R, B] of buffers [R, W]."""
+    num, width = wires.shape[0], block_size * bits // 8
+    if layout == "interleaved":
+        blocks = wires.reshape(num, num_blocks, width + _META_BYTES)
+        payload, tail = blocks[..., :width], blocks[..., width:]
+    else:
+        payload = wires[:, : num_blocks * width].reshape(num, num_blocks, width)
+        tail = wires[:, num_blocks * width :].reshape(num, num_blocks, _META_BYTES)
+    sz = tail.contiguous().view(META_DTYPES[meta]).float()
+    return payload, sz[..., 0], sz[..., 1]
+
+
+def decode(
+    wires: Tensor,
+    out: Tensor,
+    num_blocks: int,
+    block_size: int,
+    bits: int,
+    layout: str,
+    meta: str,
+) -> None:
+    """Write buffers [R, W] into out [R, N] (the padding is dropped)."""
+    payload, s, z = split_wire(wires, num_blocks, block_size, bits, layout, meta)
+    q = unpack_codes(payload.contiguous(), bits).float()
+    x = z[..., None] + s[..., None] * q
+    out.copy_(x.flatten(1)[:, : out.shape[1]])
