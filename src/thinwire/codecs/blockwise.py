@@ -58,7 +58,8 @@ class Blockwise:
         """Return the promises that contract tests check."""
         # Half a step of the widest block, plus the rounding of scale and minimum to `meta`.
         meta_eps = 2.0**-10 if self.meta == "fp16" else 2.0**-7
-        return CodecFacts(max_error=(1 + 2 * meta_eps) / (2**self.bits - 1) + 2 * meta_eps)
+        max_error = (1 + 2 * meta_eps) / (2**self.bits - 1) + 2 * meta_eps
+        return CodecFacts(max_error=max_error, granule=self.block_size)
 
     @property
     def bits_per_weight(self) -> float:

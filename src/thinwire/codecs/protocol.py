@@ -27,6 +27,7 @@ class CodecFacts:
         linear: decode is linear in x for a fixed selection (projection, not rounding).
         max_error: bound on |decode(encode(x)) - x| / max|x| over a finite message, or None where
             no such bound exists (a codec that drops elements).
+        granule: elements per block; a message that is cut into chunks is cut at multiples of it.
         flags_nonfinite: NaN and infinity are marked in the buffer (`Codec.nonfinite_count`); a
             codec that carries them as they are says False.
     """
@@ -36,6 +37,7 @@ class CodecFacts:
     unbiased: bool = False
     linear: bool = False
     max_error: float | None = None
+    granule: int = 1
     flags_nonfinite: bool = True
 
 

@@ -1,5 +1,9 @@
 """Collectives that carry codec buffers, and the ledger that counts them."""
 
-from thinwire.comm.ledger import Ledger
+from thinwire.comm.all_gather import all_gather
+from thinwire.comm.all_reduce import all_reduce
+from thinwire.comm.ledger import LINKS, Ledger
+from thinwire.comm.p2p import recv, send
+from thinwire.comm.reduce_scatter import reduce_scatter
 
-__all__ = ["Ledger"]
+__all__ = ["LINKS", "Ledger", "all_gather", "all_reduce", "recv", "reduce_scatter", "send"]

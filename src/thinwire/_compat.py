@@ -1,0 +1,93 @@
+"""The only file that touches torch names which are private or differ between 2.11 and 2.14.
+
+`tests/unit/test_compat.py` holds one test per name, so that a torch upgrade fails here first.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_group, _resolve_process_group
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+__all__ = [
+    "AllGather",
+    "ReduceScatter",
+    "all_gather_single",
+    "default_group",
+    "fsdp_param_data",
+    "fsdp_params",
+    "group_from_name",
+    "is_resharded_to_subgroup",
+    "is_sharded",
+    "keeps_unsharded_after_forward",
+    "reduce_scatter_single",
+    "shard_group",
+    "torch_version",
+]
+
+# 2.13 renamed the flat collectives and warns on the old names, which 2.11 has alone.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the world group."""
+    return _get_default_group()
+
+
+def group_from_name(name: str) -> dist.ProcessGroup:
+    """Return the process group that `ProcessGroup.group_name` named."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def _fsdp_group(module: FSDPModule) -> Any | None:
+    """Return the module's parameter group, None if it has none; ValueError if it has several."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 holds one group or None
+        return state._fsdp_param_group
+    if len(groups) > 1:
+        raise ValueError("several parameter groups")
+    return groups[0] if groups else None
+
+
+def fsdp_params(module: FSDPModule) -> list[Any]:
+    """Return the module's FSDPParams in the order of its flat gather buffer."""
+    group = _fsdp_group(module)
+    return [] if group is None else list(group.fsdp_params)
+
+
+def fsdp_param_data(fsdp_param: Any) -> Tensor:
+    """Return the flat, padded local shard of one FSDPParam in its original dtype."""
+    return fsdp_param._sharded_param_data
+
+
+def is_sharded(fsdp_param: Any) -> bool:
+    """Return whether the parameter lies sharded over the whole shard group right now."""
+    return fsdp_param.sharded_state.name == "SHARDED"
+
+
+def is_resharded_to_subgroup(fsdp_param: Any) -> bool:
+    """Return whether an integer reshard_after_forward holds the parameter in smaller shards."""
+    return fsdp_param.sharded_state.name == "SHARDED_POST_FORWARD"
+
+
+def keeps_unsharded_after_forward(module: FSDPModule) -> bool:
+    """Return whether backward needs no second gather (reshard_after_forward=False)."""
+    group = _fsdp_group(module)
+    return group is None or group.post_forward_mesh_info is None
+
+
+def shard_group(module: FSDPModule) -> dist.ProcessGroup | None:
+    """Return the process group that the module's weights are sharded over."""
+    group = _fsdp_group(module)
+    return None if group is None else group.mesh_info.shard_process_group
+
+
+def torch_version() -> tuple[int, int]:
+    """Return torch's (major, minor)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)

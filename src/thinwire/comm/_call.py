@@ -1,0 +1,104 @@
+"""What every collective shares: packing its arguments for a custom op, booking, the NaN policy.
+
+A custom op takes tensors, numbers and strings only, so codecs and ledgers travel as names: a
+codec's `repr` (a frozen dataclass: equal names are equal codecs), a ledger's id.
+"""
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire import _compat
+from thinwire.codecs.protocol import Codec
+from thinwire.comm.ledger import Ledger
+from thinwire.errors import ConfigError, NonFiniteError
+
+__all__ = [
+    "NONFINITE",
+    "book",
+    "codec_name",
+    "find_codec",
+    "find_ledger",
+    "group_name",
+    "ledger_id",
+    "prepare",
+    "raise_if_flagged",
+    "timed",
+]
+
+NONFINITE = ("raise", "zero", "propagate")
+_codecs: dict[str, Codec] = {}
+_ledgers: "weakref.WeakValueDictionary[int, Ledger]" = weakref.WeakValueDictionary()
+
+
+def codec_name(codec: Codec | None) -> str:
+    """Return the name under which `find_codec` gives the codec back ("" for None)."""
+    if codec is None:
+        return ""
+    name = repr(codec)
+    _codecs.setdefault(name, codec)
+    return name
+
+
+def find_codec(name: str) -> Codec | None:
+    """Invert `codec_name`."""
+    return _codecs[name] if name else None
+
+
+def ledger_id(ledger: Ledger | None) -> int:
+    """Return the number under which `find_ledger` gives the ledger back (0 for None)."""
+    if ledger is None:
+        return 0
+    _ledgers[id(ledger)] = ledger
+    return id(ledger)
+
+
+def find_ledger(number: int) -> Ledger | None:
+    """Invert `ledger_id`."""
+    return _ledgers.get(number) if number else None
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """Return the group's name; None is the world."""
+    return (group or _compat.default_group()).group_name
+
+
+def timed(ledger: Ledger | None, link: str, what: str) -> AbstractContextManager[None]:
+    """Return `ledger.timed(...)`, or nothing without a ledger."""
+    return nullcontext() if ledger is None else ledger.timed(link, what)
+
+
+def book(ledger: Ledger | None, link: str, *, dense_bytes: int, wire_bytes: int) -> None:
+    """Book one call, if there is a ledger."""
+    if ledger is not None:
+        ledger.book(link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
+
+
+def prepare(x: Tensor, nonfinite: str) -> Tensor:
+    """Return x detached, flat and contiguous, with NaN and infinity zeroed if so asked."""
+    if nonfinite not in NONFINITE:
+        raise ConfigError(f"nonfinite must be one of {', '.join(NONFINITE)}, got {nonfinite!r}")
+    flat = x.detach().contiguous().view(-1)
+    return torch.nan_to_num(flat, 0.0, 0.0, 0.0) if nonfinite == "zero" else flat
+
+
+def raise_if_flagged(
+    codec: Codec, wires: Tensor, numel: int, dtype: torch.dtype, nonfinite: str, link: str
+) -> None:
+    """Raise NonFiniteError under "raise" when a received block is flagged.
+
+    All ranks of the group hold the same `wires`, or wires that a rank with a bad value has flagged
+    throughout, so all of them raise in the same call.
+    """
+    if nonfinite != "raise" or not codec.facts.flags_nonfinite:
+        return
+    count = codec.nonfinite_count(wires, numel, dtype)
+    if count:
+        raise NonFiniteError(
+            f"{count} blocks of a message on link {link!r} hold NaN or infinity (a rank of the "
+            "group diverged). All ranks raise. Lower the learning rate or clip; nonfinite='zero' "
+            "or 'propagate' let training go on."
+        )

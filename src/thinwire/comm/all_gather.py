@@ -1,0 +1,78 @@
+"""All-gather that carries a codec's buffer.
+
+Steps: 1. encode x. 2. gather the R buffers. 3. decode all R, the own one too, so that every rank
+holds the same bits.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire import _compat
+from thinwire.codecs.protocol import Codec
+from thinwire.comm import _call, ledger, transport
+
+__all__ = ["all_gather"]
+
+
+def all_gather(
+    x: Tensor,
+    codec: Codec | None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    link: str = "weights",
+    ledger: ledger.Ledger | None = None,
+    nonfinite: str = "raise",
+) -> Tensor:
+    """Gather x from all ranks, stacked in rank order.
+
+    Args:
+        x: floating tensor of the same shape and dtype on every rank.
+        codec: how x travels; None sends it as it is with torch's own collective.
+        group: process group, None for the world.
+        link: ledger link to book on.
+        ledger: books the call, if given.
+        nonfinite: what NaN or infinity do: "raise" on all ranks, "zero" them, or "propagate".
+
+    Returns:
+        [R, *x.shape] in x.dtype, bit-equal on all ranks.
+
+    Raises:
+        NonFiniteError: on every rank of the group, under nonfinite="raise".
+    """
+    return torch.ops.thinwire.all_gather(
+        x,
+        _call.codec_name(codec),
+        _call.group_name(group),
+        link,
+        _call.ledger_id(ledger),
+        nonfinite,
+    )
+
+
+@torch.library.custom_op("thinwire::all_gather", mutates_args=())
+def _all_gather(
+    x: Tensor, codec: str, group: str, link: str, ledger_id: int, nonfinite: str
+) -> Tensor:
+    pg, books = _compat.group_from_name(group), _call.find_ledger(ledger_id)
+    dense_bytes = ledger.all_gather_sent(x.numel() * x.itemsize, pg.size())
+    how = _call.find_codec(codec)
+    if how is None or pg.size() == 1:
+        out = x.new_empty(pg.size(), *x.shape)
+        _compat.all_gather_single(out.view(-1), x.detach().contiguous().view(-1), group=pg)
+        _call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes)
+        return out
+    with _call.timed(books, link, "encode_s"):
+        message = how.encode(_call.prepare(x, nonfinite))
+    with _call.timed(books, link, "wait_s"):
+        wires, _ = transport.all_gather(message, pg)
+    wire_bytes = ledger.all_gather_sent(message.numel(), pg.size())
+    _call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
+    _call.raise_if_flagged(how, wires, x.numel(), x.dtype, nonfinite, link)
+    with _call.timed(books, link, "decode_s"):
+        return how.decode(wires, x.numel(), x.dtype).view(pg.size(), *x.shape)
+
+
+@_all_gather.register_fake
+def _(x: Tensor, codec: str, group: str, link: str, ledger_id: int, nonfinite: str) -> Tensor:
+    return x.new_empty(_compat.group_from_name(group).size(), *x.shape)

@@ -1,0 +1,105 @@
+"""Reduce-scatter that carries codec buffers, one rounding per contribution.
+
+Steps: 1. cut x into R chunks and encode each. 2. all-to-all: chunk r goes to rank r. 3. decode the
+R buffers received and add them in fp32, in rank order.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire import _compat
+from thinwire.codecs.protocol import Codec
+from thinwire.comm import _call, ledger, transport
+from thinwire.errors import ConfigError
+
+__all__ = ["encode_chunks", "reduce_scatter"]
+
+
+def reduce_scatter(
+    x: Tensor,
+    codec: Codec | None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    link: str = "gradients",
+    ledger: ledger.Ledger | None = None,
+    nonfinite: str = "raise",
+) -> Tensor:
+    """Sum x over all ranks and return this rank's part of the sum.
+
+    Args:
+        x: floating tensor [R*n, ...], the same shape on every rank.
+        codec: how each chunk travels; None uses torch's own collective (its own sum order).
+        group: process group, None for the world.
+        link: ledger link to book on.
+        ledger: books the call, if given.
+        nonfinite: what NaN or infinity do: "raise" on all ranks, "zero" them, or "propagate".
+
+    Returns:
+        [n, ...] in x.dtype; the sum runs in fp32 in rank order.
+
+    Raises:
+        ConfigError: x.shape[0] is no multiple of the group's size.
+        NonFiniteError: on every rank of the group, under nonfinite="raise".
+    """
+    num_ranks = (group or _compat.default_group()).size()
+    if x.dim() == 0 or x.shape[0] % num_ranks:
+        raise ConfigError(
+            f"reduce_scatter cuts dimension 0 into {num_ranks} equal parts, got shape "
+            f"{tuple(x.shape)}: pad it to a multiple of {num_ranks}"
+        )
+    return torch.ops.thinwire.reduce_scatter(
+        x,
+        _call.codec_name(codec),
+        _call.group_name(group),
+        link,
+        _call.ledger_id(ledger),
+        nonfinite,
+    )
+
+
+def encode_chunks(x_RN: Tensor, codec: Codec, nonfinite: str) -> Tensor:
+    """Return the rows of x [R, N] as messages [R, W].
+
+    Under "raise", a rank with a NaN or infinity anywhere flags all its messages: each peer sees
+    only its own chunk, and all must raise alike.
+    """
+    num_chunks, numel = x_RN.shape
+    wires = x_RN.new_empty(num_chunks, codec.wire_nbytes(numel, x_RN.dtype), dtype=torch.uint8)
+    for row, wire in zip(x_RN, wires, strict=True):
+        codec.encode(row, out=wire)
+    flags = nonfinite == "raise" and codec.facts.flags_nonfinite and numel > 0
+    if flags and codec.nonfinite_count(wires, numel, x_RN.dtype):
+        wires[:] = codec.encode(torch.full_like(x_RN[0], float("nan")))
+    return wires
+
+
+@torch.library.custom_op("thinwire::reduce_scatter", mutates_args=())
+def _reduce_scatter(
+    x: Tensor, codec: str, group: str, link: str, ledger_id: int, nonfinite: str
+) -> Tensor:
+    pg, books = _compat.group_from_name(group), _call.find_ledger(ledger_id)
+    num_ranks = pg.size()
+    shape = (x.shape[0] // num_ranks, *x.shape[1:])
+    numel = x.numel() // num_ranks
+    dense_bytes = ledger.reduce_scatter_sent(numel * x.itemsize, num_ranks)
+    how = _call.find_codec(codec)
+    if how is None or pg.size() == 1:
+        out = x.new_empty(shape)
+        _compat.reduce_scatter_single(out.view(-1), x.detach().contiguous().view(-1), group=pg)
+        _call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes)
+        return out
+    with _call.timed(books, link, "encode_s"):
+        messages = encode_chunks(_call.prepare(x, nonfinite).view(num_ranks, numel), how, nonfinite)
+    with _call.timed(books, link, "wait_s"):
+        wires = transport.all_to_all(messages, pg)
+    wire_bytes = ledger.reduce_scatter_sent(messages.shape[1], num_ranks)
+    _call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
+    _call.raise_if_flagged(how, wires, numel, x.dtype, nonfinite, link)
+    with _call.timed(books, link, "decode_s"):
+        return how.decode_sum(wires, numel, x.dtype).to(x.dtype).view(shape)
+
+
+@_reduce_scatter.register_fake
+def _(x: Tensor, codec: str, group: str, link: str, ledger_id: int, nonfinite: str) -> Tensor:
+    return x.new_empty(x.shape[0] // _compat.group_from_name(group).size(), *x.shape[1:])
