@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_group, _resolve_process_group
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
@@ -35,12 +35,12 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def default_group() -> dist.ProcessGroup:
     """Return the world group."""
-    return _get_default_group()
+    return distributed_c10d._get_default_group()
 
 
 def group_from_name(name: str) -> dist.ProcessGroup:
     """Return the process group that `ProcessGroup.group_name` named."""
-    return _resolve_process_group(name)  # type: ignore[arg-type]
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
 def _fsdp_group(module: FSDPModule) -> Any | None:

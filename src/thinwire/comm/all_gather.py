@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire import _compat
 from thinwire.codecs.protocol import Codec
-from thinwire.comm import _call, ledger, transport
+from thinwire.comm import call, ledger, transport
 
 __all__ = ["all_gather"]
 
@@ -42,10 +42,10 @@ def all_gather(
     """
     return torch.ops.thinwire.all_gather(
         x,
-        _call.codec_name(codec),
-        _call.group_name(group),
+        call.codec_name(codec),
+        call.group_name(group),
         link,
-        _call.ledger_id(ledger),
+        call.ledger_id(ledger),
         nonfinite,
     )
 
@@ -54,22 +54,22 @@ def all_gather(
 def _all_gather(
     x: Tensor, codec: str, group: str, link: str, ledger_id: int, nonfinite: str
 ) -> Tensor:
-    pg, books = _compat.group_from_name(group), _call.find_ledger(ledger_id)
+    pg, books = _compat.group_from_name(group), call.find_ledger(ledger_id)
     dense_bytes = ledger.all_gather_sent(x.numel() * x.itemsize, pg.size())
-    how = _call.find_codec(codec)
+    how = call.find_codec(codec)
     if how is None or pg.size() == 1:
         out = x.new_empty(pg.size(), *x.shape)
         _compat.all_gather_single(out.view(-1), x.detach().contiguous().view(-1), group=pg)
-        _call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes)
+        call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes)
         return out
-    with _call.timed(books, link, "encode_s"):
-        message = how.encode(_call.prepare(x, nonfinite))
-    with _call.timed(books, link, "wait_s"):
+    with call.timed(books, link, "encode_s"):
+        message = how.encode(call.prepare(x, nonfinite))
+    with call.timed(books, link, "wait_s"):
         wires, _ = transport.all_gather(message, pg)
     wire_bytes = ledger.all_gather_sent(message.numel(), pg.size())
-    _call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
-    _call.raise_if_flagged(how, wires, x.numel(), x.dtype, nonfinite, link)
-    with _call.timed(books, link, "decode_s"):
+    call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
+    call.raise_if_flagged(how, wires, x.numel(), x.dtype, nonfinite, link)
+    with call.timed(books, link, "decode_s"):
         return how.decode(wires, x.numel(), x.dtype).view(pg.size(), *x.shape)
 
 

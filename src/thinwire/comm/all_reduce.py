@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire import _compat
 from thinwire.codecs.protocol import Codec
-from thinwire.comm import _call, ledger, transport
+from thinwire.comm import call, ledger, transport
 from thinwire.comm.reduce_scatter import encode_chunks
 from thinwire.errors import ConfigError
 
@@ -55,10 +55,10 @@ def all_reduce(
         raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     return torch.ops.thinwire.all_reduce(
         x,
-        _call.codec_name(codec),
-        _call.group_name(group),
+        call.codec_name(codec),
+        call.group_name(group),
         link,
-        _call.ledger_id(ledger),
+        call.ledger_id(ledger),
         algorithm,
         nonfinite,
     )
@@ -82,19 +82,19 @@ def pick_algorithm(numel: int, dtype: torch.dtype, num_ranks: int, codec: Codec)
 def _all_reduce(
     x: Tensor, codec: str, group: str, link: str, ledger_id: int, algorithm: str, nonfinite: str
 ) -> Tensor:
-    pg, books = _compat.group_from_name(group), _call.find_ledger(ledger_id)
+    pg, books = _compat.group_from_name(group), call.find_ledger(ledger_id)
     dense_bytes = ledger.all_reduce_sent(x.numel() * x.itemsize, pg.size())
-    how = _call.find_codec(codec)
+    how = call.find_codec(codec)
     if how is None or pg.size() == 1:
         out = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, group=pg)
-        _call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes)
+        call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes)
         return out
     if algorithm == "auto":
         algorithm = pick_algorithm(x.numel(), x.dtype, pg.size(), how)
     form = _one_shot if algorithm == "one_shot" else _two_shot
-    total, wire_bytes = form(_call.prepare(x, nonfinite), how, pg, link, books, nonfinite)
-    _call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
+    total, wire_bytes = form(call.prepare(x, nonfinite), how, pg, link, books, nonfinite)
+    call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
     return total.to(x.dtype).view(x.shape)
 
 
@@ -113,12 +113,12 @@ def _one_shot(
     books: ledger.Ledger | None,
     nonfinite: str,
 ) -> tuple[Tensor, int]:
-    with _call.timed(books, link, "encode_s"):
+    with call.timed(books, link, "encode_s"):
         message = codec.encode(x)
-    with _call.timed(books, link, "wait_s"):
+    with call.timed(books, link, "wait_s"):
         wires, _ = transport.all_gather(message, pg)
-    _call.raise_if_flagged(codec, wires, x.numel(), x.dtype, nonfinite, link)
-    with _call.timed(books, link, "decode_s"):
+    call.raise_if_flagged(codec, wires, x.numel(), x.dtype, nonfinite, link)
+    with call.timed(books, link, "decode_s"):
         total = codec.decode_sum(wires, x.numel(), x.dtype)
     return total, ledger.all_gather_sent(message.numel(), pg.size())
 
@@ -143,16 +143,16 @@ def _two_shot(
     chunk = chunk_numel(numel, num_ranks, codec)
     if chunk * num_ranks != numel:
         x = torch.nn.functional.pad(x, (0, chunk * num_ranks - numel))
-    with _call.timed(books, link, "encode_s"):
+    with call.timed(books, link, "encode_s"):
         messages = encode_chunks(x.view(num_ranks, chunk), codec, nonfinite)
-    with _call.timed(books, link, "wait_s"):
+    with call.timed(books, link, "wait_s"):
         wires = transport.all_to_all(messages, pg)
-    with _call.timed(books, link, "encode_s"):
+    with call.timed(books, link, "encode_s"):
         message = _encode_sum(codec.decode_sum(wires, chunk, x.dtype), codec, x.dtype)
-    with _call.timed(books, link, "wait_s"):
+    with call.timed(books, link, "wait_s"):
         sums, _ = transport.all_gather(message, pg)
-    _call.raise_if_flagged(codec, sums, chunk, x.dtype, nonfinite, link)
-    with _call.timed(books, link, "decode_s"):
+    call.raise_if_flagged(codec, sums, chunk, x.dtype, nonfinite, link)
+    with call.timed(books, link, "decode_s"):
         out = codec.decode(sums, chunk, x.dtype).view(-1)[:numel]
     sent = ledger.all_gather_sent(messages.shape[1] + message.numel(), num_ranks)
     return out, sent

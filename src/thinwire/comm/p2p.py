@@ -7,7 +7,7 @@ from torch import Tensor
 from thinwire import _compat
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.protocol import Codec
-from thinwire.comm import _call, transport
+from thinwire.comm import call, transport
 from thinwire.comm.ledger import Ledger
 
 __all__ = ["recv", "send"]
@@ -40,12 +40,12 @@ def send(
         NonFiniteError: on sender and receiver, under nonfinite="raise".
     """
     how, pg = codec or Cast(), group or _compat.default_group()
-    with _call.timed(ledger, link, "encode_s"):
-        message = how.encode(_call.prepare(x, nonfinite))
-    with _call.timed(ledger, link, "wait_s"):
+    with call.timed(ledger, link, "encode_s"):
+        message = how.encode(call.prepare(x, nonfinite))
+    with call.timed(ledger, link, "wait_s"):
         transport.send(message, dst, pg)
-    _call.book(ledger, link, dense_bytes=x.numel() * x.itemsize, wire_bytes=message.numel())
-    _call.raise_if_flagged(how, message, x.numel(), x.dtype, nonfinite, link)
+    call.book(ledger, link, dense_bytes=x.numel() * x.itemsize, wire_bytes=message.numel())
+    call.raise_if_flagged(how, message, x.numel(), x.dtype, nonfinite, link)
 
 
 def recv(
@@ -80,8 +80,8 @@ def recv(
     """
     how, pg = codec or Cast(), group or _compat.default_group()
     numel = torch.Size(shape).numel()
-    with _call.timed(ledger, link, "wait_s"):
+    with call.timed(ledger, link, "wait_s"):
         wire = transport.recv(how.wire_nbytes(numel, dtype), src, pg, torch.device(device))
-    _call.raise_if_flagged(how, wire, numel, dtype, nonfinite, link)
-    with _call.timed(ledger, link, "decode_s"):
+    call.raise_if_flagged(how, wire, numel, dtype, nonfinite, link)
+    with call.timed(ledger, link, "decode_s"):
         return how.decode(wire, numel, dtype).view(shape)

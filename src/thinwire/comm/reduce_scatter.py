@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire import _compat
 from thinwire.codecs.protocol import Codec
-from thinwire.comm import _call, ledger, transport
+from thinwire.comm import call, ledger, transport
 from thinwire.errors import ConfigError
 
 __all__ = ["encode_chunks", "reduce_scatter"]
@@ -50,10 +50,10 @@ def reduce_scatter(
         )
     return torch.ops.thinwire.reduce_scatter(
         x,
-        _call.codec_name(codec),
-        _call.group_name(group),
+        call.codec_name(codec),
+        call.group_name(group),
         link,
-        _call.ledger_id(ledger),
+        call.ledger_id(ledger),
         nonfinite,
     )
 
@@ -78,25 +78,25 @@ def encode_chunks(x_RN: Tensor, codec: Codec, nonfinite: str) -> Tensor:
 def _reduce_scatter(
     x: Tensor, codec: str, group: str, link: str, ledger_id: int, nonfinite: str
 ) -> Tensor:
-    pg, books = _compat.group_from_name(group), _call.find_ledger(ledger_id)
+    pg, books = _compat.group_from_name(group), call.find_ledger(ledger_id)
     num_ranks = pg.size()
     shape = (x.shape[0] // num_ranks, *x.shape[1:])
     numel = x.numel() // num_ranks
     dense_bytes = ledger.reduce_scatter_sent(numel * x.itemsize, num_ranks)
-    how = _call.find_codec(codec)
+    how = call.find_codec(codec)
     if how is None or pg.size() == 1:
         out = x.new_empty(shape)
         _compat.reduce_scatter_single(out.view(-1), x.detach().contiguous().view(-1), group=pg)
-        _call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes)
+        call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes)
         return out
-    with _call.timed(books, link, "encode_s"):
-        messages = encode_chunks(_call.prepare(x, nonfinite).view(num_ranks, numel), how, nonfinite)
-    with _call.timed(books, link, "wait_s"):
+    with call.timed(books, link, "encode_s"):
+        messages = encode_chunks(call.prepare(x, nonfinite).view(num_ranks, numel), how, nonfinite)
+    with call.timed(books, link, "wait_s"):
         wires = transport.all_to_all(messages, pg)
     wire_bytes = ledger.reduce_scatter_sent(messages.shape[1], num_ranks)
-    _call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
-    _call.raise_if_flagged(how, wires, numel, x.dtype, nonfinite, link)
-    with _call.timed(books, link, "decode_s"):
+    call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
+    call.raise_if_flagged(how, wires, numel, x.dtype, nonfinite, link)
+    with call.timed(books, link, "decode_s"):
         return how.decode_sum(wires, numel, x.dtype).to(x.dtype).view(shape)
 
 

@@ -1,0 +1,194 @@
+"""Put compressed weight gathers (and, if wanted, gradient reductions) on an FSDP2 model."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from thinwire import _compat
+from thinwire.aquavit.gather import WeightGather
+from thinwire.aquavit.handle import KEEP_WIRE, Handle, LevelFor
+from thinwire.aquavit.reduce import GradientReduce
+from thinwire.aquavit.schedule import Schedule, Static
+from thinwire.aquavit.segments import Rules, Segment, clean_name, find_segments
+from thinwire.codecs import Codec
+from thinwire.comm.ledger import Ledger
+from thinwire.errors import ConfigError
+
+__all__ = ["attach"]
+
+
+def attach(
+    model: nn.Module,
+    schedule: Schedule | Static | None,
+    *,
+    ledger: Ledger | None = None,
+    keep_wire: str = "none",
+    gradients: Codec | None = None,
+    error_feedback: bool = False,
+    exclude: Sequence[str] = (),
+    min_shard_numel: int = 4096,
+    quantize_frozen: bool = False,
+    source: str = "master",
+    layout: str = "split",
+    meta: str = "fp16",
+    nonfinite: str = "raise",
+    level_for: LevelFor | None = None,
+) -> Handle:
+    """Compress the weight gathers of an FSDP2 model; call it on every rank after `fully_shard`.
+
+    What is not quantized (1-D parameters, small shards, frozen ones, `exclude`) travels raw and is
+    declared to the ledger. Weights in `state_dict()` and checkpoints stay full precision.
+
+    Args:
+        model: a model on which `fully_shard` was called; its FSDP modules get comm objects.
+        schedule: `Schedule` (ascending precision), `Static` (one codec), or None to gather dense
+            through the same objects, bit-equal to plain FSDP2 (to book a dense run).
+        ledger: books links "weights" and "gradients"; `ledger.check()` then proves compression.
+        keep_wire: "none"; "forward" keeps the gathered wire bytes from forward to backward;
+            "accumulate" keeps them until the next optimizer step.
+        gradients: codec of the gradient reduce-scatter, None leaves it dense.
+        error_feedback: add what gradient encoding lost to the next step (fp32 residual of the
+            unsharded gradient's size on every rank).
+        exclude: shell patterns of parameter names to send raw, such as "*.embed.weight".
+        min_shard_numel: shards with fewer (padded) elements are sent raw.
+        quantize_frozen: quantize parameters that take no gradient.
+        source: "master" encodes the fp32 shard, "cast" what FSDP2 hands over (after its cast).
+        layout: wire layout of `Blockwise`: "split" or "interleaved".
+        meta: type of scale and minimum: "fp16" or "bf16".
+        nonfinite: NaN or infinity in weights or gradients: "raise" on all ranks or "propagate".
+        level_for: optional `(step, module_name) -> (bits, block_size) | None` that overrides the
+            schedule for one FSDP module; must be the same function of its arguments on all ranks.
+
+    Returns:
+        The handle: metrics, state for the checkpoint, `set_step`, `full_precision`.
+
+    Raises:
+        ConfigError: the model has no FSDP module, nothing in it qualifies, ranks disagree on the
+            settings, or an option is unknown.
+
+    Example:
+        >>> fully_shard(model)
+        >>> handle = tw.aquavit.attach(model, tw.aquavit.Schedule(10_000), ledger=ledger)
+
+    Reference: Huang et al., "Aquavit", KDD '26, doi 10.1145/3770855.3818083.
+    """
+    _check_options(keep_wire=keep_wire, source=source, nonfinite=nonfinite)
+    rules = Rules(
+        exclude=tuple(exclude), min_shard_numel=min_shard_numel, quantize_frozen=quantize_frozen
+    )
+    modules = [(clean_name(n), m) for n, m in model.named_modules() if isinstance(m, FSDPModule)]
+    if not modules:
+        raise ConfigError("the model holds no FSDP2 module: call fully_shard before attach")
+    handle = Handle(
+        schedule=schedule,
+        ledger=ledger,
+        keep_wire=keep_wire,
+        gradients=gradients,
+        error_feedback=error_feedback,
+        source=source,
+        layout=layout,
+        meta=meta,
+        nonfinite=nonfinite,
+        level_for=level_for,
+    )
+    segments = {name: find_segments(model, module, rules) for name, module in modules}
+    _check_qualifies(segments, schedule, gradients)
+    groups = [g for _, m in modules if (g := _compat.shard_group(m)) is not None]
+    settings = repr((schedule, rules, keep_wire, gradients, error_feedback, source, layout, meta))
+    _check_agreement(settings, segments, groups)
+    for name, module in modules:
+        if segments[name]:
+            _install(handle, name, module, segments[name])
+    handle.bind_group(groups[0] if groups else None)
+    _declare(handle, segments, max((g.size() for g in groups), default=1))
+    _follow(handle, model, segments)
+    return handle
+
+
+def _check_options(*, keep_wire: str, source: str, nonfinite: str) -> None:
+    for name, value, allowed in (
+        ("keep_wire", keep_wire, KEEP_WIRE),
+        ("source", source, ("master", "cast")),
+        ("nonfinite", nonfinite, ("raise", "propagate")),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _check_qualifies(
+    segments: dict[str, list[Segment]], schedule: object, gradients: object
+) -> None:
+    every = [s for group in segments.values() for s in group]
+    if (schedule is None and gradients is None) or any(s.reason is None for s in every):
+        return
+    reasons = "; ".join(f"{s.name}: {s.reason}" for s in every[:5])
+    raise ConfigError(
+        f"no parameter of the model qualifies for compression ({reasons}"
+        f"{'; ...' if len(every) > 5 else ''}): lower min_shard_numel or loosen exclude"
+    )
+
+
+def _check_agreement(
+    settings: str, segments: dict[str, list[Segment]], groups: list[dist.ProcessGroup]
+) -> None:
+    """Compare a hash of everything that fixes message sizes over each shard group."""
+    facts = [(n, s.name, s.numel, s.reason) for n, group in segments.items() for s in group]
+    digest = hashlib.sha256(repr((settings, facts)).encode()).digest()[:8]
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    for group in {id(g): g for g in groups}.values():
+        device = _group_device(segments)
+        hashes = own.new_empty(group.size(), 8, device=device)
+        _compat.all_gather_single(hashes.view(-1), own.to(device), group=group)
+        if not bool((hashes == hashes[0]).all()):
+            raise ConfigError(
+                "ranks attach with different settings or models: every rank must pass the same "
+                "schedule, options and parameter shapes"
+            )
+
+
+def _group_device(segments: dict[str, list[Segment]]) -> torch.device:
+    devices = [s.param.device for group in segments.values() for s in group]
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _install(handle: Handle, name: str, module: FSDPModule, segments: list[Segment]) -> None:
+    reshards = not _compat.keeps_unsharded_after_forward(module)
+    handle.gathers[name] = WeightGather(handle, name, segments, reshards)
+    module.set_custom_all_gather(handle.gathers[name])
+    if handle.gradients is None and handle.ledger is None:
+        return
+    handle.reduces[name] = GradientReduce(handle, name, segments)
+    module.set_custom_reduce_scatter(handle.reduces[name])
+    if handle.gradients is not None:
+        # The sum of decoded messages is ours; FSDP2 then divides by the data-parallel size.
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _declare(handle: Handle, segments: dict[str, list[Segment]], num_ranks: int) -> None:
+    ledger = handle.ledger
+    if ledger is None:
+        return
+    links = [
+        link
+        for link, wanted in (("weights", handle.schedule), ("gradients", handle.gradients))
+        if wanted is not None
+    ]
+    for link in links:
+        ledger.expect(link, num_ranks=num_ranks)
+        for segment in (s for group in segments.values() for s in group):
+            trains = segment.param.sharded_param.requires_grad
+            if segment.reason and (link == "weights" or trains):
+                nbytes = segment.numel * segment.param.sharded_param.itemsize
+                ledger.declare_exempt(link, segment.name, segment.reason, nbytes)
+
+
+def _follow(handle: Handle, model: nn.Module, segments: dict[str, list[Segment]]) -> None:
+    every = [s.param.sharded_param for group in segments.values() for s in group]
+    trained = [p for p in every if p.requires_grad]
+    if trained:
+        handle.follow(trained[0])
+    model.register_load_state_dict_post_hook(lambda module, keys: handle.refresh())

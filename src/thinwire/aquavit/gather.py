@@ -1,0 +1,214 @@
+"""The all-gather that FSDP2 calls for a module's weights.
+
+Steps of one call: 1. encode this rank's shard, once per optimizer step. 2. gather the messages of
+all ranks, unless the kept ones still stand. 3. decode every message, the own one too, into FSDP2's
+output, so that all ranks compute with the same bits in forward and backward.
+
+Legend: `R` ranks, `N` elements per rank, `W` message bytes.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire import _compat
+from thinwire.aquavit.segments import Segment, Span, lay_out
+from thinwire.codecs import Codec
+from thinwire.comm import call, transport
+from thinwire.comm.ledger import all_gather_sent
+from thinwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from thinwire.aquavit.handle import Handle
+
+__all__ = ["WeightGather"]
+
+
+class WeightGather(_compat.AllGather):
+    """FSDP2 comm object of one module; holds its encoded shard and, if kept, the gathered wire."""
+
+    def __init__(self, handle: "Handle", name: str, segments: list[Segment], reshards: bool):
+        self.handle = handle
+        self.name = name
+        self.segments = segments
+        self.reshards = reshards
+        self._spans: dict[tuple[Codec, torch.dtype], list[Span]] = {}
+        self._message: tuple[Any, Tensor] | None = None
+        self._kept: tuple[Any, Any, Tensor] | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return FSDP2's gather buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill output_tensor [R*N] from every rank's input_tensor [N], a slice of the output."""
+        codec = self.handle.codec_for(self.name)
+        if codec is None or all(s.reason for s in self.segments) or self._in_subgroup():
+            return self._gather_raw(output_tensor, input_tensor, group, async_op)
+        spans = self.spans(codec, input_tensor.dtype)
+        if sum(s.numel for s in self.segments) != input_tensor.numel():
+            raise ConfigError(
+                f"module {self.name!r} gathers {input_tensor.numel()} elements but its parameters "
+                f"hold {sum(s.numel for s in self.segments)}: parameters were replaced after "
+                "attach; attach again after the change"
+            )
+        wires, work = self._wires(codec, spans, input_tensor, group, async_op)
+
+        def finish() -> None:
+            self._decode(codec, spans, wires, output_tensor.view(group.size(), -1))
+
+        if async_op and work is not None:
+            return _DecodeOnWait(work, finish)
+        finish()
+        return None
+
+    def spans(self, codec: Codec, dtype: torch.dtype) -> list[Span]:
+        """Return the message layout for a codec."""
+        if (codec, dtype) not in self._spans:
+            self._spans[codec, dtype] = lay_out(self.segments, codec, dtype)
+        return self._spans[codec, dtype]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the memory that kept wire messages take right now, in bytes."""
+        return self._kept[2].numel() if self._kept else 0
+
+    def drop(self) -> None:
+        """Forget encoded and kept messages: the weights changed."""
+        self._message = self._kept = None
+
+    def encoded(self, codec: Codec, spans: list[Span], input_tensor: Tensor) -> Tensor:
+        """Return this rank's message [W], encoded once per state of its weights."""
+        key = (codec, input_tensor.dtype, self._versions())
+        if self._message is None or self._message[0] != key:
+            with call.timed(self.handle.ledger, "weights", "encode_s"):
+                self._message = (key, self._encode(codec, spans, input_tensor))
+        return self._message[1]
+
+    def _encode(self, codec: Codec, spans: list[Span], input_tensor: Tensor) -> Tensor:
+        nbytes = spans[-1].bytes.stop
+        message = torch.empty(nbytes, dtype=torch.uint8, device=input_tensor.device)
+        for span in spans:
+            part, out = input_tensor[span.elements], message[span.bytes]
+            if span.segment.reason:
+                out.copy_(part.view(torch.uint8))
+                continue
+            if self.handle.source == "master":
+                # Offloaded shards lie on the CPU: encode after the copy to the device.
+                part = _compat.fsdp_param_data(span.segment.param).to(part.device)
+            codec.encode(part, out=out)
+        return message
+
+    def _wires(
+        self,
+        codec: Codec,
+        spans: list[Span],
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> tuple[Tensor, dist.Work | None]:
+        """Return the messages of all ranks [R, W] and the work to wait for, if they are under way.
+
+        Whether kept messages serve must be one verdict of all ranks, so it uses the step count
+        alone; local edits of the weights outside a step are an error.
+        """
+        key = (self.handle.epoch, codec, input_tensor.dtype)
+        if self._kept is not None and self._kept[0] == key:
+            _, versions, wires = self._kept
+            if versions != self._versions():
+                raise ConfigError(
+                    f"weights of module {self.name!r} changed outside an optimizer step while "
+                    f"keep_wire={self.handle.keep_wire!r} holds their gathered form: call "
+                    "handle.refresh() on every rank after such an edit"
+                )
+            if self.handle.keep_wire == "forward":
+                self._kept = None
+            return wires, None
+        message = self.encoded(codec, spans, input_tensor)
+        with call.timed(self.handle.ledger, "weights", "wait_s"):
+            wires, work = transport.all_gather(message, group, async_op=async_op)
+        self._book(spans, input_tensor, group.size())
+        self._kept = (key, self._versions(), wires) if self._keeps() else None
+        return wires, work
+
+    def _keeps(self) -> bool:
+        # A forward without gradient has no backward that would use the kept wire.
+        policy = self.handle.keep_wire
+        wanted = policy == "accumulate" or (policy == "forward" and self.reshards)
+        return wanted and torch.is_grad_enabled()
+
+    def _decode(self, codec: Codec, spans: list[Span], wires: Tensor, out_RN: Tensor) -> None:
+        handle, dtype = self.handle, out_RN.dtype
+        with call.timed(handle.ledger, "weights", "decode_s"):
+            for span in spans:
+                part, out = wires[:, span.bytes], out_RN[:, span.elements]
+                if span.segment.reason:
+                    out.copy_(part.contiguous().view(dtype))
+                    continue
+                if span.segment.numel == 0:
+                    continue
+                call.raise_if_flagged(
+                    codec, part, span.segment.numel, dtype, handle.nonfinite, "weights"
+                )
+                codec.decode(part, span.segment.numel, dtype, out=out)
+
+    def _book(self, spans: list[Span], input_tensor: Tensor, num_ranks: int) -> None:
+        if self.handle.ledger is None:
+            return
+        exempt = sum(span.wire_nbytes for span in spans if span.segment.reason)
+        dense = input_tensor.numel() * input_tensor.itemsize
+        self.handle.ledger.book(
+            "weights",
+            dense_bytes=all_gather_sent(dense, num_ranks),
+            wire_bytes=all_gather_sent(spans[-1].bytes.stop, num_ranks),
+            exempt_bytes=all_gather_sent(exempt, num_ranks),
+        )
+
+    def _gather_raw(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        if self.handle.ledger is not None:
+            sent = all_gather_sent(input_tensor.numel() * input_tensor.itemsize, group.size())
+            exempt = 0 if self.handle.schedule is None else sent
+            self.handle.ledger.book(
+                "weights", dense_bytes=sent, wire_bytes=sent, exempt_bytes=exempt
+            )
+        return _compat.all_gather_single(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+
+    def _in_subgroup(self) -> bool:
+        # The second gather of an integer reshard_after_forward starts from decoded weights under
+        # other shard borders: quantizing again would break forward == backward.
+        return any(_compat.is_resharded_to_subgroup(s.param) for s in self.segments)
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(_compat.fsdp_param_data(s.param)._version for s in self.segments)
+
+
+class _DecodeOnWait(dist.Work):
+    """Work whose `wait` waits for the wire and then decodes, once."""
+
+    def __init__(self, work: dist.Work, finish: Any):
+        super().__init__()
+        self._work = work
+        self._finish = finish
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the messages and decode them."""
+        self._work.wait()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return True
