@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 __all__ = ["run_processes"]
 
@@ -55,7 +56,7 @@ def _work(
     rank: int, num_ranks: int, folder: str, timeout_s: float, fn: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", num_ranks)
+    store = FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
     )
