@@ -1,7 +1,8 @@
 """Put compressed weight gathers (and, if wanted, gradient reductions) on an FSDP2 model."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,9 +157,12 @@ def _group_device(segments: dict[str, list[Segment]]) -> torch.device:
 
 
 def _install(handle: Handle, name: str, module: FSDPModule, segments: list[Segment]) -> None:
-    reshards = not _compat.keeps_unsharded_after_forward(module)
-    handle.gathers[name] = WeightGather(handle, name, segments, reshards)
+    handle.gathers[name] = WeightGather(handle, name, segments, module)
     module.set_custom_all_gather(handle.gathers[name])
+    if handle.keep_wire != "none":
+        module.register_forward_pre_hook(  # type: ignore[attr-defined]
+            _note_grad_mode(handle), prepend=True
+        )
     if handle.gradients is None and handle.ledger is None:
         return
     handle.reduces[name] = GradientReduce(handle, name, segments)
@@ -166,6 +170,16 @@ def _install(handle: Handle, name: str, module: FSDPModule, segments: list[Segme
     if handle.gradients is not None:
         # The sum of decoded messages is ours; FSDP2 then divides by the data-parallel size.
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _note_grad_mode(handle: Handle) -> Callable[..., None]:
+    # FSDP2 gathers under no_grad, so its calls cannot tell training from evaluation; ours, which
+    # runs before FSDP2's own hook, can.
+    @torch.compiler.disable
+    def note(module: nn.Module, args: Any) -> None:
+        handle.trains = torch.is_grad_enabled()
+
+    return note
 
 
 def _declare(handle: Handle, segments: dict[str, list[Segment]], num_ranks: int) -> None:

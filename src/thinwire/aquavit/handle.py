@@ -39,6 +39,8 @@ class Handle:
     Attributes:
         step: optimizer steps taken.
         epoch: states of the weights seen.
+        trains: whether the forward under way records gradients; one that does not has no backward
+            that would use a kept wire.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Handle:
         self.nonfinite = nonfinite
         self.step = 0
         self.epoch = 0
+        self.trains = True
         self.gathers: dict[str, WeightGather] = {}
         self.reduces: dict[str, GradientReduce] = {}
         self._layout, self._meta = layout, meta
