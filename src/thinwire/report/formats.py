@@ -38,8 +38,8 @@ def number(value: object, digits: int = 4) -> str:
         exponent = int(f"{abs(value):.{digits - 1}e}".split("e")[1])
         decimals = max(digits - 1 - exponent, 0)
         return f"{value:,.{decimals}f}"
-    mantissa, exponent = f"{value:.{max(digits - 2, 1)}e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
+    mantissa, power = f"{value:.{max(digits - 2, 1)}e}".split("e")
+    return f"{mantissa}e{int(power)}"
 
 
 def ratio(value: float | None) -> str:
