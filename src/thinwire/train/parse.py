@@ -114,10 +114,10 @@ def _check_key(key: str, known: list[str]) -> None:
 
 def _one_line(text: str) -> str:
     """Return the message inside tyro's box."""
-    text = re.sub(r"[│╭╮╰╯─┃]|-{4,}", " ", text.split("Argument helptext")[0])
-    text = re.sub(r"^\s*(Value error|Parsing error|Error parsing \w+:)", " ", text)
+    text = re.sub(r"[│╭╮╰╯─┃]|-{4,}", " ", re.split("Argument helptext|For full helptext", text)[0])
+    text = re.sub(r"^\s*(Value error|Parsing error|Invalid choice)", " ", text)
     words = " ".join(text.split()).removeprefix("Error parsing ")
-    return re.sub(r"^[a-z]+: (?=[a-z]+\.)", "", words) or "the arguments cannot be parsed"
+    return re.sub(r"^[A-Za-z.]+: (?=[a-z])", "", words) or "the arguments cannot be parsed"
 
 
 def _merge(node: Any, values: Mapping[str, Any], prefix: str) -> Any:
