@@ -22,6 +22,7 @@ __all__ = [
     "codec_name",
     "find_codec",
     "find_ledger",
+    "gate",
     "group_name",
     "ledger_id",
     "prepare",
@@ -71,10 +72,39 @@ def timed(ledger: Ledger | None, link: str, what: str) -> AbstractContextManager
     return nullcontext() if ledger is None else ledger.timed(link, what)
 
 
-def book(ledger: Ledger | None, link: str, *, dense_bytes: int, wire_bytes: int) -> None:
-    """Book one call, if there is a ledger."""
+def book(
+    ledger: Ledger | None, link: str, *, dense_bytes: int, wire_bytes: int, exempt: str = ""
+) -> None:
+    """Book one call, if there is a ledger; `exempt` says why it went uncompressed on purpose."""
     if ledger is not None:
-        ledger.book(link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
+        ledger.book(
+            link,
+            dense_bytes=dense_bytes,
+            wire_bytes=wire_bytes,
+            exempt_bytes=wire_bytes if exempt else 0,
+            reason=exempt,
+        )
+
+
+def gate(codec: Codec, numel: int, dtype: torch.dtype, wire_bytes: int, min_bytes: int) -> str:
+    """Return why a message goes as it is, "" if the codec carries it.
+
+    Shape and dtype alone decide, so that all ranks agree.
+
+    Args:
+        codec: how it would travel.
+        numel: elements of the message.
+        dtype: its dtype.
+        wire_bytes: bytes of its encoded form, padding included.
+        min_bytes: smaller messages go as they are; negative switches the gate off.
+    """
+    dense_bytes = numel * dtype.itemsize
+    if min_bytes < 0:
+        return ""
+    if dense_bytes < min_bytes:
+        return f"smaller than min_bytes={min_bytes}"
+    exact = codec.facts.exact  # an identity codec never shrinks and is asked for by name
+    return "compression would not shrink it" if wire_bytes >= dense_bytes and not exact else ""
 
 
 def prepare(x: Tensor, nonfinite: str) -> Tensor:
