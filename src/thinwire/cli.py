@@ -13,9 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import CheckpointError, ConfigError, DataError, RunError, ThinwireError
 
 __all__ = ["main"]
+
+# What a person can set right; other thinwire errors are runs that failed.
+USER_ERRORS = (CheckpointError, ConfigError, DataError, RunError)
 
 USAGE = """\
 usage: thinwire COMMAND ...
@@ -66,9 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _status(error: ThinwireError) -> int:
-    from thinwire.errors import CheckpointError, DataError
-
-    return 2 if isinstance(error, ConfigError | DataError | CheckpointError) else 1
+    return 2 if isinstance(error, USER_ERRORS) else 1
 
 
 def _train(args: list[str]) -> int:
@@ -169,6 +170,7 @@ def _train_under_torchrun(payload: dict[str, Any], nproc: str | None) -> int:
 
 
 def _print_result(run: dict[str, Any]) -> None:
+    from thinwire.report import write
     from thinwire.train.tables import byte_table
 
     result, out = run["result"], run["config"]["out"]
@@ -179,7 +181,17 @@ def _print_result(run: dict[str, Any]) -> None:
             f"{result['val_bits_per_byte']:.4f} bits per byte ({result['val_weights']} weights)"
         )
     print(f"{result['steps']} steps, {result['tokens']} tokens in {result['wall_s']:.1f} s")
-    print(f"numbers in {out}/run.json and {out}/metrics.jsonl; page: thinwire report {out}")
+    page = write([Path(out)], Path(out) / "report.html")
+    print(f"numbers in {out}/run.json and {out}/metrics.jsonl; report: {page}")
+
+
+def _report(args: list[str]) -> int:
+    import tyro
+
+    from thinwire.report import ReportConfig, report
+
+    print(report(tyro.cli(ReportConfig, args=args, prog="thinwire report")))
+    return 0
 
 
 def _recipes(args: list[str]) -> int:
@@ -224,7 +236,7 @@ EXTRAS = {
 }
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "report": _elsewhere("thinwire.report"),
+    "report": _report,
     "compare": _elsewhere("thinwire.lab.compare"),
     "lab": _elsewhere("thinwire.lab"),
     "bench": _elsewhere("thinwire.lab.bench"),

@@ -32,7 +32,7 @@ def _run(config):
 
 
 def resumed(payload):
-    """Return the final losses and weights hash of whole and interrupted runs."""
+    """Run configurations one after the other, some from a checkpoint."""
     results = []
     for case in payload["cases"]:
         run = train(from_dict(case["config"]), resume=Path(r) if (r := case["resume"]) else None)

@@ -207,6 +207,8 @@ class Watchdog:
 class Config:
     """One training run."""
 
+    recipe: str = ""
+    """Recipe that this configuration started from, for the report."""
     steps: int = 200
     """Optimizer steps of the whole run."""
     seed: int = 0

@@ -39,7 +39,7 @@ from thinwire.train.optim import adamw, lr_schedule
 from thinwire.train.parse import config_hash, to_dict
 from thinwire.train.passes import Pass, make_pass
 from thinwire.train.sources import load_corpus
-from thinwire.train.systems import System, attach_systems, full_precision
+from thinwire.train.systems import System, attach_systems, full_precision, layer_errors
 from thinwire.train.watchdog import Watchdog
 
 __all__ = ["Trainer", "train"]
@@ -300,6 +300,7 @@ class Trainer:
             "ledger_ranks": ledgers,
             "exemptions": [_plain(e) for e in self.ledger.exemptions],
             "memory": self._memory(),
+            "layer_errors": layer_errors(self.systems),
         }
 
     def _result(self, step_s: list[float]) -> dict[str, Any]:

@@ -76,4 +76,4 @@ def recipe(name: str) -> Config:
     """
     if name not in RECIPES:
         raise near("recipe", name, list(RECIPES))
-    return RECIPES[name]()
+    return replace(RECIPES[name](), recipe=name)

@@ -16,7 +16,7 @@ from thinwire.train.config import Config, Weights
 from thinwire.train.mesh import Layout, needs_fsdp
 from thinwire.train.model import Transformer
 
-__all__ = ["System", "attach_systems", "full_precision"]
+__all__ = ["System", "attach_systems", "full_precision", "layer_errors"]
 
 
 class System(Protocol):
@@ -59,6 +59,12 @@ def full_precision(systems: dict[str, System]) -> Iterator[None]:
         if isinstance(handle, aquavit.Handle):
             stack.enter_context(handle.full_precision())
         yield
+
+
+def layer_errors(systems: dict[str, System]) -> dict[str, float]:
+    """Return the relative squared error of each quantized parameter; collective."""
+    handle = systems.get("weights")
+    return handle.layer_errors() if isinstance(handle, aquavit.Handle) else {}
 
 
 def _weights(cfg: Weights, layout: Layout, model: Transformer, ledger: Ledger) -> aquavit.Handle:
