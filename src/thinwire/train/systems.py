@@ -108,7 +108,11 @@ def _schedule(
             # With one block size for all levels, bits per weight say no more than the width.
             measure="payload" if cfg.levels == "widths" else "bpw",
         )
-    codec = Blockwise(bits=cfg.bits, block_size=cfg.block_size, symmetric=cfg.symmetric)
+    if cfg.symmetric:
+        raise ConfigError(
+            "systems.weights.symmetric needs a symmetric codec, which is not there yet"
+        )
+    codec = Blockwise(bits=cfg.bits, block_size=cfg.block_size)
     return aquavit.Static(codec) if cfg.codec == "static" else aquavit.Difference(codec)
 
 
@@ -116,7 +120,7 @@ def _gradient_codec(cfg: Gradients) -> Codec | None:
     if cfg.codec == "dense":
         return None
     if cfg.hadamard:
-        return Hadamard(format=cfg.codec, group=cfg.block_size)
+        raise ConfigError("systems.gradients.hadamard needs the Hadamard codec, not there yet")
     return Blockwise(bits=8 if cfg.codec == "int8" else 4, block_size=cfg.block_size)
 
 
