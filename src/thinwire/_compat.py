@@ -3,20 +3,24 @@
 `tests/unit/test_compat.py` holds one test per name, so that a torch upgrade fails here first.
 """
 
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 __all__ = [
     "AllGather",
     "ReduceScatter",
     "all_gather_single",
     "default_group",
+    "from_local_partial_grad",
     "fsdp_param_data",
     "fsdp_params",
     "group_from_name",
@@ -85,6 +89,31 @@ def shard_group(module: FSDPModule) -> dist.ProcessGroup | None:
     """Return the process group that the module's weights are sharded over."""
     group = _fsdp_group(module)
     return None if group is None else group.mesh_info.shard_process_group
+
+
+class _FromLocalPartialGrad(torch.autograd.Function):
+    """What `DTensor.from_local(grad_placements=[Partial()])` does, for torch 2.11."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        if not grad.placements[0].is_partial():
+            grad = grad.redistribute(ctx.mesh, [Partial()])
+        return grad.to_local(), None
+
+
+_HAS_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
+
+
+def from_local_partial_grad(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return x as a replicated DTensor whose gradient reaches x as this rank's partial sum."""
+    if not _HAS_GRAD_PLACEMENTS:
+        return _FromLocalPartialGrad.apply(x, mesh)
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False, grad_placements=[Partial()])
 
 
 def torch_version() -> tuple[int, int]:

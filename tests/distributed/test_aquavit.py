@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tests.fsdp_models import build, loss_of, train
 from thinwire import _compat, aquavit
-from thinwire.aquavit import Schedule, Static
+from thinwire.aquavit import Difference, Schedule, Static
 from thinwire.codecs import Blockwise, Cast
 from thinwire.comm import Ledger
 from thinwire.comm.ledger import all_gather_sent
@@ -480,3 +480,24 @@ def test_hsdp_replicas_agree():
     params = run_ranks(4, fn)
     assert all(map(torch.equal, params[0], params[2]))
     assert all(map(torch.equal, params[1], params[3]))
+
+
+def test_weight_differences_follow_the_masters():
+    """One message per step; what encoding lost comes back, so the error stays that of one step."""
+
+    def fn(rank):
+        model = build(mesh_of(2))
+        ledger = Ledger()
+        codec = Blockwise(bits=4, block_size=128)
+        handle = aquavit.attach(model, Difference(codec), min_shard_numel=0, ledger=ledger)
+        train(model, rank, 6)
+        assert ledger["weights"].calls == 3 * 6  # root and two blocks, none for backward
+        comm = handle.gathers["blocks.0"]
+        loss_of(model, 9, rank)
+        masters = comm._masters()
+        error = (comm._weights_RN[rank] - masters).norm() / masters.norm()
+        return error, comm._weights_RN.clone()
+
+    (error, first), (_, second) = run_ranks(2, fn)
+    assert torch.equal(first, second)
+    assert 0 < error < 0.01

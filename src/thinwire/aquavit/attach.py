@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from thinwire import _compat
+from thinwire.aquavit.difference import DifferenceGather
 from thinwire.aquavit.gather import WeightGather
 from thinwire.aquavit.handle import KEEP_WIRE, Handle, LevelFor
 from thinwire.aquavit.reduce import GradientReduce
-from thinwire.aquavit.schedule import Schedule, Static
+from thinwire.aquavit.schedule import Difference, Schedule, Static
 from thinwire.aquavit.segments import Rules, Segment, clean_name, find_segments
 from thinwire.codecs import Codec
 from thinwire.comm.ledger import Ledger
@@ -24,7 +25,7 @@ __all__ = ["attach"]
 
 def attach(
     model: nn.Module,
-    schedule: Schedule | Static | None,
+    schedule: Schedule | Static | Difference | None,
     *,
     ledger: Ledger | None = None,
     keep_wire: str = "none",
@@ -46,8 +47,9 @@ def attach(
 
     Args:
         model: a model on which `fully_shard` was called; its FSDP modules get comm objects.
-        schedule: `Schedule` (ascending precision), `Static` (one codec), or None to gather dense
-            through the same objects, bit-equal to plain FSDP2 (to book a dense run).
+        schedule: `Schedule` (ascending precision), `Static` (one codec), `Difference` (one codec
+            for the change of the weights; a rival arm), or None to gather dense through the same
+            objects, bit-equal to plain FSDP2 (to book a dense run).
         ledger: books links "weights" and "gradients"; `ledger.check()` then proves compression.
         keep_wire: "none"; "forward" keeps the gathered wire bytes from forward to backward;
             "accumulate" keeps them until the next optimizer step.
@@ -157,7 +159,10 @@ def _group_device(segments: dict[str, list[Segment]]) -> torch.device:
 
 
 def _install(handle: Handle, name: str, module: FSDPModule, segments: list[Segment]) -> None:
-    handle.gathers[name] = WeightGather(handle, name, segments, module)
+    if isinstance(handle.schedule, Difference):
+        handle.gathers[name] = DifferenceGather(handle, name, segments, handle.schedule.codec)
+    else:
+        handle.gathers[name] = WeightGather(handle, name, segments, module)
     module.set_custom_all_gather(handle.gathers[name])
     if handle.keep_wire != "none":
         module.register_forward_pre_hook(  # type: ignore[attr-defined]

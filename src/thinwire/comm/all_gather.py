@@ -23,6 +23,8 @@ def all_gather(
     link: str = "weights",
     ledger: ledger.Ledger | None = None,
     nonfinite: str = "raise",
+    min_bytes: int | None = None,
+    exempt: str = "",
 ) -> Tensor:
     """Gather x from all ranks, stacked in rank order.
 
@@ -33,6 +35,9 @@ def all_gather(
         link: ledger link to book on.
         ledger: books the call, if given.
         nonfinite: what NaN or infinity do: "raise" on all ranks, "zero" them, or "propagate".
+        min_bytes: a message of fewer dense bytes, or one that would not shrink, goes as it is
+            (booked as exempt); None lets the codec carry every message.
+        exempt: with codec=None, why this message is left uncompressed on purpose (for the ledger).
 
     Returns:
         [R, *x.shape] in x.dtype, bit-equal on all ranks.
@@ -47,20 +52,32 @@ def all_gather(
         link,
         call.ledger_id(ledger),
         nonfinite,
+        -1 if min_bytes is None else min_bytes,
+        exempt,
     )
 
 
 @torch.library.custom_op("thinwire::all_gather", mutates_args=())
 def _all_gather(
-    x: Tensor, codec: str, group: str, link: str, ledger_id: int, nonfinite: str
+    x: Tensor,
+    codec: str,
+    group: str,
+    link: str,
+    ledger_id: int,
+    nonfinite: str,
+    min_bytes: int = -1,
+    exempt: str = "",
 ) -> Tensor:
     pg, books = _compat.group_from_name(group), call.find_ledger(ledger_id)
     dense_bytes = ledger.all_gather_sent(x.numel() * x.itemsize, pg.size())
     how = call.find_codec(codec)
-    if how is None or pg.size() == 1:
+    if how is not None:
+        exempt = call.gate(how, x.numel(), x.dtype, how.wire_nbytes(x.numel(), x.dtype), min_bytes)
+    if how is None or exempt or pg.size() == 1 or x.numel() == 0:
         out = x.new_empty(pg.size(), *x.shape)
-        _compat.all_gather_single(out.view(-1), x.detach().contiguous().view(-1), group=pg)
-        call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes)
+        if x.numel():
+            _compat.all_gather_single(out.view(-1), x.detach().contiguous().view(-1), group=pg)
+        call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes, exempt=exempt)
         return out
     with call.timed(books, link, "encode_s"):
         message = how.encode(call.prepare(x, nonfinite))
@@ -74,5 +91,14 @@ def _all_gather(
 
 
 @_all_gather.register_fake
-def _(x: Tensor, codec: str, group: str, link: str, ledger_id: int, nonfinite: str) -> Tensor:
+def _(
+    x: Tensor,
+    codec: str,
+    group: str,
+    link: str,
+    ledger_id: int,
+    nonfinite: str,
+    min_bytes: int = -1,
+    exempt: str = "",
+) -> Tensor:
     return x.new_empty(_compat.group_from_name(group).size(), *x.shape)

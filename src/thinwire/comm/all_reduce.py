@@ -32,6 +32,8 @@ def all_reduce(
     ledger: ledger.Ledger | None = None,
     algorithm: str = "auto",
     nonfinite: str = "raise",
+    min_bytes: int | None = None,
+    exempt: str = "",
 ) -> Tensor:
     """Return the sum of x over all ranks.
 
@@ -43,6 +45,9 @@ def all_reduce(
         ledger: books the call, if given.
         algorithm: "one_shot", "two_shot" or "auto" (fewest bytes, one shot on a tie).
         nonfinite: what NaN or infinity do: "raise" on all ranks, "zero" them, or "propagate".
+        min_bytes: a message of fewer dense bytes, or one that would not shrink, goes as it is
+            (booked as exempt); None lets the codec carry every message.
+        exempt: with codec=None, why this message is left uncompressed on purpose (for the ledger).
 
     Returns:
         A tensor like x, bit-equal on all ranks of the group.
@@ -61,6 +66,8 @@ def all_reduce(
         call.ledger_id(ledger),
         algorithm,
         nonfinite,
+        -1 if min_bytes is None else min_bytes,
+        exempt,
     )
 
 
@@ -78,20 +85,41 @@ def pick_algorithm(numel: int, dtype: torch.dtype, num_ranks: int, codec: Codec)
     return "one_shot" if one <= two else "two_shot"
 
 
+def _message_nbytes(
+    numel: int, dtype: torch.dtype, num_ranks: int, codec: Codec, algorithm: str
+) -> int:
+    """Return the encoded bytes of x, padding included, as the form cuts it."""
+    if algorithm == "one_shot":
+        return codec.wire_nbytes(numel, dtype)
+    return num_ranks * codec.wire_nbytes(chunk_numel(numel, num_ranks, codec), dtype)
+
+
 @torch.library.custom_op("thinwire::all_reduce", mutates_args=())
 def _all_reduce(
-    x: Tensor, codec: str, group: str, link: str, ledger_id: int, algorithm: str, nonfinite: str
+    x: Tensor,
+    codec: str,
+    group: str,
+    link: str,
+    ledger_id: int,
+    algorithm: str,
+    nonfinite: str,
+    min_bytes: int = -1,
+    exempt: str = "",
 ) -> Tensor:
     pg, books = _compat.group_from_name(group), call.find_ledger(ledger_id)
     dense_bytes = ledger.all_reduce_sent(x.numel() * x.itemsize, pg.size())
     how = call.find_codec(codec)
-    if how is None or pg.size() == 1:
+    if how is not None:
+        if algorithm == "auto":
+            algorithm = pick_algorithm(x.numel(), x.dtype, pg.size(), how)
+        message_bytes = _message_nbytes(x.numel(), x.dtype, pg.size(), how, algorithm)
+        exempt = call.gate(how, x.numel(), x.dtype, message_bytes, min_bytes)
+    if how is None or exempt or pg.size() == 1 or x.numel() == 0:
         out = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=pg)
-        call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes)
+        if x.numel():
+            dist.all_reduce(out, group=pg)
+        call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes, exempt=exempt)
         return out
-    if algorithm == "auto":
-        algorithm = pick_algorithm(x.numel(), x.dtype, pg.size(), how)
     form = _one_shot if algorithm == "one_shot" else _two_shot
     total, wire_bytes = form(call.prepare(x, nonfinite), how, pg, link, books, nonfinite)
     call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
@@ -100,7 +128,15 @@ def _all_reduce(
 
 @_all_reduce.register_fake
 def _(
-    x: Tensor, codec: str, group: str, link: str, ledger_id: int, algorithm: str, nonfinite: str
+    x: Tensor,
+    codec: str,
+    group: str,
+    link: str,
+    ledger_id: int,
+    algorithm: str,
+    nonfinite: str,
+    min_bytes: int = -1,
+    exempt: str = "",
 ) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 

@@ -22,6 +22,7 @@ __all__ = [
     "codec_name",
     "find_codec",
     "find_ledger",
+    "gate",
     "group_name",
     "ledger_id",
     "prepare",
@@ -34,6 +35,7 @@ _codecs: dict[str, Codec] = {}
 _ledgers: "weakref.WeakValueDictionary[int, Ledger]" = weakref.WeakValueDictionary()
 
 
+@torch.compiler.assume_constant_result
 def codec_name(codec: Codec | None) -> str:
     """Return the name under which `find_codec` gives the codec back ("" for None)."""
     if codec is None:
@@ -48,6 +50,7 @@ def find_codec(name: str) -> Codec | None:
     return _codecs[name] if name else None
 
 
+@torch.compiler.assume_constant_result
 def ledger_id(ledger: Ledger | None) -> int:
     """Return the number under which `find_ledger` gives the ledger back (0 for None)."""
     if ledger is None:
@@ -61,6 +64,7 @@ def find_ledger(number: int) -> Ledger | None:
     return _ledgers.get(number) if number else None
 
 
+@torch.compiler.assume_constant_result
 def group_name(group: dist.ProcessGroup | None) -> str:
     """Return the group's name; None is the world."""
     return (group or _compat.default_group()).group_name
@@ -71,10 +75,39 @@ def timed(ledger: Ledger | None, link: str, what: str) -> AbstractContextManager
     return nullcontext() if ledger is None else ledger.timed(link, what)
 
 
-def book(ledger: Ledger | None, link: str, *, dense_bytes: int, wire_bytes: int) -> None:
-    """Book one call, if there is a ledger."""
+def book(
+    ledger: Ledger | None, link: str, *, dense_bytes: int, wire_bytes: int, exempt: str = ""
+) -> None:
+    """Book one call, if there is a ledger; `exempt` says why it went uncompressed on purpose."""
     if ledger is not None:
-        ledger.book(link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
+        ledger.book(
+            link,
+            dense_bytes=dense_bytes,
+            wire_bytes=wire_bytes,
+            exempt_bytes=wire_bytes if exempt else 0,
+            reason=exempt,
+        )
+
+
+def gate(codec: Codec, numel: int, dtype: torch.dtype, wire_bytes: int, min_bytes: int) -> str:
+    """Return why a message goes as it is, "" if the codec carries it.
+
+    Shape and dtype alone decide, so that all ranks agree.
+
+    Args:
+        codec: how it would travel.
+        numel: elements of the message.
+        dtype: its dtype.
+        wire_bytes: bytes of its encoded form, padding included.
+        min_bytes: smaller messages go as they are; negative switches the gate off.
+    """
+    dense_bytes = numel * dtype.itemsize
+    if min_bytes < 0:
+        return ""
+    if dense_bytes < min_bytes:
+        return f"smaller than min_bytes={min_bytes}"
+    exact = codec.facts.exact  # an identity codec never shrinks and is asked for by name
+    return "compression would not shrink it" if wire_bytes >= dense_bytes and not exact else ""
 
 
 def prepare(x: Tensor, nonfinite: str) -> Tensor:

@@ -16,6 +16,7 @@ from thinwire.errors import ConfigError, ContractError
 
 __all__ = [
     "LINKS",
+    "ExemptCalls",
     "Exemption",
     "Ledger",
     "LinkTotals",
@@ -98,6 +99,19 @@ class Exemption:
     nbytes: int
 
 
+@dataclass(slots=True)
+class ExemptCalls:
+    """Calls that went uncompressed for one reason.
+
+    Attributes:
+        calls: collectives.
+        nbytes: bytes sent by this rank.
+    """
+
+    calls: int = 0
+    nbytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Expectation:
     min_ratio: float
@@ -113,6 +127,8 @@ class Ledger:
 
     Attributes:
         timing: also book encode, decode and wait seconds (costs a clock read around each).
+        exemptions: tensors that systems declared uncompressed at set-up.
+        exempt_calls: what calls sent uncompressed, per (link, reason).
 
     Example:
         >>> ledger = Ledger()
@@ -123,6 +139,7 @@ class Ledger:
 
     timing: bool = False
     exemptions: list[Exemption] = field(default_factory=list, init=False)
+    exempt_calls: dict[tuple[str, str], ExemptCalls] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._totals = {link: LinkTotals() for link in LINKS}
@@ -142,10 +159,24 @@ class Ledger:
         wire_bytes: int,
         exempt_bytes: int = 0,
         calls: int = 1,
+        reason: str = "",
     ) -> None:
-        """Add one call, in bytes sent by this rank."""
+        """Add one call, in bytes sent by this rank.
+
+        Args:
+            link: one of `LINKS`.
+            dense_bytes: what the uncompressed collective would have sent.
+            wire_bytes: what was sent.
+            exempt_bytes: the part of wire_bytes that was sent uncompressed on purpose.
+            calls: collectives or messages.
+            reason: why bytes were exempt; sums per reason stand in `exempt_calls`.
+        """
         totals = self[link]
         with self._lock:
+            if reason:
+                gated = self.exempt_calls.setdefault((link, reason), ExemptCalls())
+                gated.calls += calls
+                gated.nbytes += exempt_bytes
             totals.calls += calls
             totals.dense_bytes += dense_bytes
             totals.wire_bytes += wire_bytes

@@ -24,6 +24,8 @@ def reduce_scatter(
     link: str = "gradients",
     ledger: ledger.Ledger | None = None,
     nonfinite: str = "raise",
+    min_bytes: int | None = None,
+    exempt: str = "",
 ) -> Tensor:
     """Sum x over all ranks and return this rank's part of the sum.
 
@@ -34,6 +36,9 @@ def reduce_scatter(
         link: ledger link to book on.
         ledger: books the call, if given.
         nonfinite: what NaN or infinity do: "raise" on all ranks, "zero" them, or "propagate".
+        min_bytes: a message of fewer dense bytes, or one that would not shrink, goes as it is
+            (booked as exempt); None lets the codec carry every message.
+        exempt: with codec=None, why this message is left uncompressed on purpose (for the ledger).
 
     Returns:
         [n, ...] in x.dtype; the sum runs in fp32 in rank order.
@@ -55,6 +60,8 @@ def reduce_scatter(
         link,
         call.ledger_id(ledger),
         nonfinite,
+        -1 if min_bytes is None else min_bytes,
+        exempt,
     )
 
 
@@ -76,7 +83,14 @@ def encode_chunks(x_RN: Tensor, codec: Codec, nonfinite: str) -> Tensor:
 
 @torch.library.custom_op("thinwire::reduce_scatter", mutates_args=())
 def _reduce_scatter(
-    x: Tensor, codec: str, group: str, link: str, ledger_id: int, nonfinite: str
+    x: Tensor,
+    codec: str,
+    group: str,
+    link: str,
+    ledger_id: int,
+    nonfinite: str,
+    min_bytes: int = -1,
+    exempt: str = "",
 ) -> Tensor:
     pg, books = _compat.group_from_name(group), call.find_ledger(ledger_id)
     num_ranks = pg.size()
@@ -84,10 +98,14 @@ def _reduce_scatter(
     numel = x.numel() // num_ranks
     dense_bytes = ledger.reduce_scatter_sent(numel * x.itemsize, num_ranks)
     how = call.find_codec(codec)
-    if how is None or pg.size() == 1:
+    if how is not None:
+        wire_bytes = num_ranks * how.wire_nbytes(numel, x.dtype)
+        exempt = call.gate(how, x.numel(), x.dtype, wire_bytes, min_bytes)
+    if how is None or exempt or pg.size() == 1 or numel == 0:
         out = x.new_empty(shape)
-        _compat.reduce_scatter_single(out.view(-1), x.detach().contiguous().view(-1), group=pg)
-        call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes)
+        if numel:
+            _compat.reduce_scatter_single(out.view(-1), x.detach().contiguous().view(-1), group=pg)
+        call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes, exempt=exempt)
         return out
     with call.timed(books, link, "encode_s"):
         messages = encode_chunks(call.prepare(x, nonfinite).view(num_ranks, numel), how, nonfinite)
@@ -101,5 +119,14 @@ def _reduce_scatter(
 
 
 @_reduce_scatter.register_fake
-def _(x: Tensor, codec: str, group: str, link: str, ledger_id: int, nonfinite: str) -> Tensor:
+def _(
+    x: Tensor,
+    codec: str,
+    group: str,
+    link: str,
+    ledger_id: int,
+    nonfinite: str,
+    min_bytes: int = -1,
+    exempt: str = "",
+) -> Tensor:
     return x.new_empty(x.shape[0] // _compat.group_from_name(group).size(), *x.shape[1:])

@@ -1,0 +1,22 @@
+"""TACO: tensor-parallel activations and their gradients, compressed in both passes."""
+
+from thinwire.taco.link import Link
+from thinwire.taco.plan import Report, parallelize
+from thinwire.taco.styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+__all__ = [
+    "ColwiseParallel",
+    "Link",
+    "PrepareModuleInput",
+    "PrepareModuleOutput",
+    "Report",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "parallelize",
+]

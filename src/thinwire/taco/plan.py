@@ -1,0 +1,190 @@
+"""Turn a stock tensor-parallel plan into one whose traffic runs on a link, and apply it.
+
+Steps: 1. Resolve every key of the plan to modules. 2. Convert each torch style to its thinwire
+namesake; leave alone what no region carries, with the reason. 3. Hand the new plan to torch.
+4. Declare in the ledger what stays uncompressed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import parallel as torch_parallel
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from thinwire.codecs import Codec
+from thinwire.comm.ledger import Ledger
+from thinwire.errors import ConfigError
+from thinwire.taco import styles
+from thinwire.taco.link import DEFAULT_CODEC, LINK, Link
+
+__all__ = ["EXACT", "Report", "parallelize"]
+
+EXACT = ("head", "lm_head", "output")
+HEAD = "output head: left exact"
+
+_TWINS = {
+    torch_parallel.ColwiseParallel: styles.ColwiseParallel,
+    torch_parallel.RowwiseParallel: styles.RowwiseParallel,
+    torch_parallel.SequenceParallel: styles.SequenceParallel,
+    torch_parallel.PrepareModuleInput: styles.PrepareModuleInput,
+    torch_parallel.PrepareModuleOutput: styles.PrepareModuleOutput,
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `parallelize` did.
+
+    Attributes:
+        converted: module name -> the style that now carries its traffic.
+        exact: module name -> why its traffic is carried and counted, but not compressed.
+        left_alone: module name -> why torch's own style serves it (its bytes are not booked).
+        notes: advice, such as layers that would save calls by sharing a region.
+    """
+
+    converted: dict[str, str] = field(default_factory=dict)
+    exact: dict[str, str] = field(default_factory=dict)
+    left_alone: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Return one line per module."""
+        lines = [f"{name}: {what}" for name, what in self.converted.items()]
+        lines += [f"{name}: uncompressed, {why}" for name, why in self.exact.items()]
+        lines += [f"{name}: torch's own, {why}" for name, why in self.left_alone.items()]
+        return "\n".join(lines + self.notes)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, ParallelStyle] | ParallelStyle,
+    codec: Codec | None = DEFAULT_CODEC,
+    *,
+    link: Link | None = None,
+    ledger: Ledger | None = None,
+    exact: Sequence[str] = EXACT,
+    src_data_rank: int | None = 0,
+) -> Report:
+    """Split a model over tensor-parallel ranks by a stock plan, its traffic on the link "tensor".
+
+    Args:
+        model: split in place, by torch's own `parallelize_module`.
+        mesh: 1-D device mesh, such as mesh["tp"].
+        plan: torch's styles per module name ("layers.*.attn.wq": ColwiseParallel(), ...).
+        codec: how activations and their gradients travel; None: torch's own collectives, bit for
+            bit, with the bytes booked.
+        link: all settings at once, in place of codec and ledger.
+        ledger: books every call.
+        exact: patterns for the last part of module names whose traffic stays uncompressed
+            (booked as exempt): by default the output head, whose input and logits feed the loss.
+        src_data_rank: as for torch.
+
+    Returns:
+        What was converted, what not, and why.
+
+    Raises:
+        ConfigError: the plan names no module, or nothing in it can be compressed as asked.
+    """
+    if link is None:
+        link = Link(codec=codec, ledger=ledger)
+    elif codec is not DEFAULT_CODEC or ledger is not None:
+        raise ConfigError("pass codec and ledger inside link, or without link, not both ways")
+    if mesh.ndim != 1:
+        raise ConfigError(f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: pass one, mesh['tp']")
+    named = {"": plan} if isinstance(plan, ParallelStyle) else plan
+    report = Report()
+    resolved = _resolve(model, named)
+    converted = {name: _convert(name, style, link, exact, report) for name, style in resolved}
+    if link.codec is not None and not report.converted:
+        raise ConfigError(f"nothing in the plan can be compressed:\n{report}")
+    for name, style in converted.items():
+        module = model.get_submodule(name)
+        parallelize_module(module, mesh, style, src_data_rank=src_data_rank)
+    _declare(link, mesh, report)
+    return report
+
+
+def _resolve(
+    model: nn.Module, plan: Mapping[str, ParallelStyle]
+) -> list[tuple[str, ParallelStyle]]:
+    """Return (module name, style) in the plan's order; "*" matches one part of a name."""
+    found: list[tuple[str, ParallelStyle]] = []
+    names = [name for name, _ in model.named_modules()]
+    for key, style in plan.items():
+        parts = key.split(".") if key else []
+        matches = [n for n in names if _matches(n.split(".") if n else [], parts)]
+        if not matches:
+            raise ConfigError(f"the plan's key {key!r} matches no module of the model")
+        found += [(name, style) for name in matches]
+    return found
+
+
+def _matches(name: list[str], pattern: list[str]) -> bool:
+    return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
+
+
+def _convert(
+    name: str, style: ParallelStyle, link: Link, exact: Sequence[str], report: Report
+) -> ParallelStyle:
+    """Return the style that serves a module, and note it in the report."""
+    if isinstance(style, tuple(_TWINS.values())):
+        report.converted[name] = f"{type(style).__name__} with its own link"
+        return style
+    if type(style) not in _TWINS:
+        report.left_alone[name] = f"{type(style).__name__} has no compressed form"
+        return style
+    is_head = any(fnmatchcase(name.rsplit(".", 1)[-1], pattern) for pattern in exact)
+    own = replace(link, codec=None, backward_codec=None, exempt=HEAD) if is_head else link
+    try:
+        twin = _TWINS[type(style)](**_arguments(style), link=own)
+    except ConfigError as error:
+        report.left_alone[name] = str(error)
+        return style
+    if is_head:
+        report.exact[name] = HEAD
+    else:
+        report.converted[name] = repr(twin)
+    return twin
+
+
+def _arguments(style: ParallelStyle) -> dict[str, object]:
+    """Return the constructor arguments that a torch style was made with."""
+    if isinstance(style, torch_parallel.PrepareModuleInput):
+        kwargs = style.input_kwarg_layouts if style.with_kwargs else None
+        return {
+            "input_layouts": style.input_layouts,
+            "desired_input_layouts": style.desired_input_layouts,
+            "input_kwarg_layouts": kwargs,
+            "desired_input_kwarg_layouts": style.desired_input_kwarg_layouts or None,
+            "use_local_output": style.use_local_output,
+        }
+    if isinstance(style, torch_parallel.PrepareModuleOutput):
+        return {
+            "output_layouts": style.output_layouts,
+            "desired_output_layouts": style.desired_output_layouts,
+            "use_local_output": style.use_local_output,
+        }
+    if isinstance(style, torch_parallel.SequenceParallel):
+        return {
+            "sequence_dim": style.sequence_sharding[0].dim,
+            "use_local_output": style.use_local_output,
+        }
+    assert isinstance(style, torch_parallel.ColwiseParallel | torch_parallel.RowwiseParallel)
+    return {
+        "input_layouts": style.input_layouts[0],
+        "output_layouts": style.output_layouts[0],
+        "use_local_output": style.use_local_output,
+    }
+
+
+def _declare(link: Link, mesh: DeviceMesh, report: Report) -> None:
+    ledger = link.ledger
+    if ledger is None or link.codec is None:
+        return
+    ledger.expect(LINK, num_ranks=mesh.size())
+    for name, why in (report.exact | report.left_alone).items():
+        ledger.declare_exempt(LINK, name, why, 0)
