@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
-    parallelize_module,
 )
 
+from thinwire import taco
 from thinwire.comm import Ledger
 from thinwire.train.axes import AXES, check_layout, resolve_axes
 from thinwire.train.config import Compute, Config
@@ -110,7 +110,7 @@ def parallel_model(config: Config, layout: Layout, ledger: Ledger) -> Transforme
         recompute=compute.activation_checkpointing,
     ).to(layout.device)
     if layout.sizes["tp"] > 1:
-        parallelize_module(model, layout.mesh["tp"], tp_plan())
+        taco.parallelize(model, layout.mesh["tp"], tp_plan(), codec=None, ledger=ledger)
     if compute.compile:
         for block in model.layers.values():
             block.compile()
