@@ -6,6 +6,7 @@ __all__ = [
     "ContractError",
     "DataError",
     "NonFiniteError",
+    "RunError",
     "ThinwireError",
     "WireError",
 ]
@@ -25,6 +26,10 @@ class DataError(ThinwireError, ValueError):
 
 class CheckpointError(ThinwireError):
     """A checkpoint that cannot be written or that belongs to another configuration."""
+
+
+class RunError(ThinwireError):
+    """The files of a finished run (run.json, metrics.jsonl) that are missing or unreadable."""
 
 
 class WireError(ThinwireError, ValueError):

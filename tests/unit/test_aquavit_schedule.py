@@ -71,7 +71,12 @@ def test_mean_bits_of_other_rules(schedule, want):
 
 @pytest.mark.parametrize(
     ("a", "c", "mean", "end"),
-    [(0.9, 2, 4.5055, 5.931), (0.9, 10, 6.5044, 7.450), (1, 5, 5.8474, 7.0), (1.5, 5, 6.2389, None)],
+    [
+        (0.9, 2, 4.5055, 5.931),
+        (0.9, 10, 6.5044, 7.450),
+        (1, 5, 5.8474, 7.0),
+        (1.5, 5, 6.2389, None),
+    ],
 )
 def test_raw_targets_clamped_to_the_24_levels(a, c, mean, end):
     schedule = Schedule(1000, a=a, c=c)
@@ -90,7 +95,11 @@ def test_widths_alone_round_up():
     widths = [(b, 512) for b in (2, 4, 6, 8)]
     levels = walk(Schedule(1000, levels=widths, pick="ceil", measure="payload"), range(1000))
     assert sum(level.bits for level in levels) / 1000 == pytest.approx(6.874, abs=1e-9)
-    assert [next(i for i, v in enumerate(levels) if v.bits == b) for b in (4, 6, 8)] == [21, 121, 421]
+    assert [next(i for i, v in enumerate(levels) if v.bits == b) for b in (4, 6, 8)] == [
+        21,
+        121,
+        421,
+    ]
 
 
 def test_bits_per_weight_table():

@@ -2,6 +2,6 @@
 
 from thinwire.aquavit.attach import attach
 from thinwire.aquavit.handle import Handle
-from thinwire.aquavit.schedule import Level, Schedule, Static
+from thinwire.aquavit.schedule import Difference, Level, Schedule, Static
 
-__all__ = ["Handle", "Level", "Schedule", "Static", "attach"]
+__all__ = ["Difference", "Handle", "Level", "Schedule", "Static", "attach"]

@@ -1,7 +1,8 @@
 """Put compressed weight gathers (and, if wanted, gradient reductions) on an FSDP2 model."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,10 +10,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from thinwire import _compat
+from thinwire.aquavit.difference import DifferenceGather
 from thinwire.aquavit.gather import WeightGather
 from thinwire.aquavit.handle import KEEP_WIRE, Handle, LevelFor
 from thinwire.aquavit.reduce import GradientReduce
-from thinwire.aquavit.schedule import Schedule, Static
+from thinwire.aquavit.schedule import Difference, Schedule, Static
 from thinwire.aquavit.segments import Rules, Segment, clean_name, find_segments
 from thinwire.codecs import Codec
 from thinwire.comm.ledger import Ledger
@@ -23,7 +25,7 @@ __all__ = ["attach"]
 
 def attach(
     model: nn.Module,
-    schedule: Schedule | Static | None,
+    schedule: Schedule | Static | Difference | None,
     *,
     ledger: Ledger | None = None,
     keep_wire: str = "none",
@@ -45,8 +47,9 @@ def attach(
 
     Args:
         model: a model on which `fully_shard` was called; its FSDP modules get comm objects.
-        schedule: `Schedule` (ascending precision), `Static` (one codec), or None to gather dense
-            through the same objects, bit-equal to plain FSDP2 (to book a dense run).
+        schedule: `Schedule` (ascending precision), `Static` (one codec), `Difference` (one codec
+            for the change of the weights; a rival arm), or None to gather dense through the same
+            objects, bit-equal to plain FSDP2 (to book a dense run).
         ledger: books links "weights" and "gradients"; `ledger.check()` then proves compression.
         keep_wire: "none"; "forward" keeps the gathered wire bytes from forward to backward;
             "accumulate" keeps them until the next optimizer step.
@@ -156,9 +159,15 @@ def _group_device(segments: dict[str, list[Segment]]) -> torch.device:
 
 
 def _install(handle: Handle, name: str, module: FSDPModule, segments: list[Segment]) -> None:
-    reshards = not _compat.keeps_unsharded_after_forward(module)
-    handle.gathers[name] = WeightGather(handle, name, segments, reshards)
+    if isinstance(handle.schedule, Difference):
+        handle.gathers[name] = DifferenceGather(handle, name, segments, handle.schedule.codec)
+    else:
+        handle.gathers[name] = WeightGather(handle, name, segments, module)
     module.set_custom_all_gather(handle.gathers[name])
+    if handle.keep_wire != "none":
+        module.register_forward_pre_hook(  # type: ignore[attr-defined]
+            _note_grad_mode(handle), prepend=True
+        )
     if handle.gradients is None and handle.ledger is None:
         return
     handle.reduces[name] = GradientReduce(handle, name, segments)
@@ -166,6 +175,16 @@ def _install(handle: Handle, name: str, module: FSDPModule, segments: list[Segme
     if handle.gradients is not None:
         # The sum of decoded messages is ours; FSDP2 then divides by the data-parallel size.
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _note_grad_mode(handle: Handle) -> Callable[..., None]:
+    # FSDP2 gathers under no_grad, so its calls cannot tell training from evaluation; ours, which
+    # runs before FSDP2's own hook, can.
+    @torch.compiler.disable
+    def note(module: nn.Module, args: Any) -> None:
+        handle.trains = torch.is_grad_enabled()
+
+    return note
 
 
 def _declare(handle: Handle, segments: dict[str, list[Segment]], num_ranks: int) -> None:

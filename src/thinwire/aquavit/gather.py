@@ -7,12 +7,14 @@ output, so that all ranks compute with the same bits in forward and backward.
 Legend: `R` ranks, `N` elements per rank, `W` message bytes.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from thinwire import _compat
 from thinwire.aquavit.segments import Segment, Span, lay_out
@@ -30,11 +32,11 @@ __all__ = ["WeightGather"]
 class WeightGather(_compat.AllGather):
     """FSDP2 comm object of one module; holds its encoded shard and, if kept, the gathered wire."""
 
-    def __init__(self, handle: "Handle", name: str, segments: list[Segment], reshards: bool):
+    def __init__(self, handle: "Handle", name: str, segments: list[Segment], module: FSDPModule):
         self.handle = handle
         self.name = name
         self.segments = segments
-        self.reshards = reshards
+        self._module = weakref.ref(module)
         self._spans: dict[tuple[Codec, torch.dtype], list[Span]] = {}
         self._message: tuple[Any, Tensor] | None = None
         self._kept: tuple[Any, Any, Tensor] | None = None
@@ -104,9 +106,12 @@ class WeightGather(_compat.AllGather):
             if span.segment.reason:
                 out.copy_(part.view(torch.uint8))
                 continue
-            if self.handle.source == "master":
+            master = _compat.fsdp_param_data(span.segment.param)
+            # A codec that sends the dtype as it is (Cast) has room for the cast values alone.
+            fits = codec.wire_nbytes(span.segment.numel, master.dtype) == span.wire_nbytes
+            if self.handle.source == "master" and fits:
                 # Offloaded shards lie on the CPU: encode after the copy to the device.
-                part = _compat.fsdp_param_data(span.segment.param).to(part.device)
+                part = master.to(part.device)
             codec.encode(part, out=out)
         return message
 
@@ -143,10 +148,11 @@ class WeightGather(_compat.AllGather):
         return wires, work
 
     def _keeps(self) -> bool:
-        # A forward without gradient has no backward that would use the kept wire.
-        policy = self.handle.keep_wire
-        wanted = policy == "accumulate" or (policy == "forward" and self.reshards)
-        return wanted and torch.is_grad_enabled()
+        policy, module = self.handle.keep_wire, self._module()
+        # Asked at each call: FSDP2 decides at its first forward that the root stays gathered.
+        reshards = module is not None and not _compat.keeps_unsharded_after_forward(module)
+        wanted = policy == "accumulate" or (policy == "forward" and reshards)
+        return wanted and self.handle.trains
 
     def _decode(self, codec: Codec, spans: list[Span], wires: Tensor, out_RN: Tensor) -> None:
         handle, dtype = self.handle, out_RN.dtype
@@ -194,7 +200,9 @@ class WeightGather(_compat.AllGather):
         return any(_compat.is_resharded_to_subgroup(s.param) for s in self.segments)
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(_compat.fsdp_param_data(s.param)._version for s in self.segments)
+        # An in-place operation on the DTensor counts there, one on its local tensor counts here.
+        shards = [(s.param.sharded_param, _compat.fsdp_param_data(s.param)) for s in self.segments]
+        return tuple(version for pair in shards for version in (pair[0]._version, pair[1]._version))
 
 
 class _DecodeOnWait(dist.Work):

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from thinwire import _compat
+from thinwire.aquavit.difference import DifferenceGather
 from thinwire.aquavit.gather import WeightGather
 from thinwire.aquavit.reduce import GradientReduce
-from thinwire.aquavit.schedule import Level, Schedule, Static
+from thinwire.aquavit.schedule import Difference, Level, Schedule, Static
 from thinwire.codecs import Blockwise, Codec
 from thinwire.comm.ledger import Ledger
 from thinwire.errors import CheckpointError, ConfigError
@@ -39,12 +40,14 @@ class Handle:
     Attributes:
         step: optimizer steps taken.
         epoch: states of the weights seen.
+        trains: whether the forward under way records gradients; one that does not has no backward
+            that would use a kept wire.
     """
 
     def __init__(
         self,
         *,
-        schedule: Schedule | Static | None,
+        schedule: Schedule | Static | Difference | None,
         ledger: Ledger | None,
         keep_wire: str,
         gradients: Codec | None,
@@ -64,7 +67,8 @@ class Handle:
         self.nonfinite = nonfinite
         self.step = 0
         self.epoch = 0
-        self.gathers: dict[str, WeightGather] = {}
+        self.trains = True
+        self.gathers: dict[str, WeightGather | DifferenceGather] = {}
         self.reduces: dict[str, GradientReduce] = {}
         self._layout, self._meta = layout, meta
         self._level_for = level_for
@@ -85,7 +89,7 @@ class Handle:
         """Return how a module's quantized weights travel now; None sends them raw."""
         if self.schedule is None or self._full_precision:
             return None
-        if isinstance(self.schedule, Static):
+        if not isinstance(self.schedule, Schedule):
             return self.schedule.codec
         level = self.schedule.grid[self._index]
         pair = (level.bits, level.block_size)
@@ -151,9 +155,9 @@ class Handle:
         out: dict[str, float] = {}
         if isinstance(self.schedule, Schedule):
             out["bits"] = self.schedule.grid[self._index].bpw
-        elif isinstance(self.schedule, Static) and self.schedule.bpw is not None:
+        elif self.schedule is not None and self.schedule.bpw is not None:
             out["bits"] = self.schedule.bpw
-        if self.keep_wire != "none":
+        if self.keep_wire != "none" or isinstance(self.schedule, Difference):
             out["kept_wire_bytes"] = sum(g.kept_bytes for g in self.gathers.values())
         return out
 

@@ -126,10 +126,9 @@ class GradientReduce(_compat.ReduceScatter):
     ) -> None:
         if self.handle.ledger is None:
             return
-        if spans is None:
+        exempt = sum(span.wire_nbytes for span in spans or () if span.segment.reason)
+        if spans is None and self.handle.gradients is not None:
             exempt = message_nbytes
-        else:
-            exempt = sum(span.wire_nbytes for span in spans if span.segment.reason)
         dense = output.numel() * output.itemsize
         self.handle.ledger.book(
             "gradients",

@@ -11,7 +11,7 @@ from functools import cached_property
 from thinwire.codecs import Blockwise, Codec
 from thinwire.errors import ConfigError
 
-__all__ = ["LEVEL_PRESETS", "Level", "Schedule", "Static"]
+__all__ = ["LEVEL_PRESETS", "Difference", "Level", "Schedule", "Static"]
 
 _BLOCKS = (1024, 512, 256, 128, 64, 32)
 _TIE = 1e-9
@@ -156,3 +156,23 @@ class Static:
     def bpw(self) -> float | None:
         """Return bits per weight on the wire, where the codec states them."""
         return self.codec.bits_per_weight if isinstance(self.codec, Blockwise) else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Send the quantized change of the weights since the last gather (a rival arm).
+
+    Every rank then keeps a full fp32 copy of the weights.
+
+    Attributes:
+        codec: how differences travel.
+
+    Reference: SDP4Bit (Jia et al., NeurIPS 2024, arXiv 2410.15526).
+    """
+
+    codec: Codec
+
+    @property
+    def bpw(self) -> float | None:
+        """Return bits per weight on the wire, where the codec states them."""
+        return Static(self.codec).bpw

@@ -37,6 +37,7 @@ _codecs: dict[str, Codec] = {}
 _ledgers: "weakref.WeakValueDictionary[int, Ledger]" = weakref.WeakValueDictionary()
 
 
+@torch.compiler.assume_constant_result
 def codec_name(codec: Codec | None) -> str:
     """Return the name under which `find_codec` gives the codec back ("" for None)."""
     if codec is None:
@@ -51,6 +52,7 @@ def find_codec(name: str) -> Codec | None:
     return _codecs[name] if name else None
 
 
+@torch.compiler.assume_constant_result
 def ledger_id(ledger: Ledger | None) -> int:
     """Return the number under which `find_ledger` gives the ledger back (0 for None)."""
     if ledger is None:
@@ -64,6 +66,7 @@ def find_ledger(number: int) -> Ledger | None:
     return _ledgers.get(number) if number else None
 
 
+@torch.compiler.assume_constant_result
 def group_name(group: dist.ProcessGroup | None) -> str:
     """Return the group's name; None is the world."""
     return (group or _compat.default_group()).group_name

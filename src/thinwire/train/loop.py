@@ -1,0 +1,346 @@
+"""The training loop, run by every rank inside an initialized process group.
+
+One step:
+1. Forward and backward over this rank's share of the global batch (`passes`).
+2. Average gradients over replicas (`gradients`).
+3. One all-reduce over the world of (squared norm, loss): all ranks see the same numbers, so they
+   clip alike, and stop alike when the watchdog finds the run lost.
+4. Clip, optimizer step, a line of metrics; evaluation and checkpoint when due.
+"""
+
+import math
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from tqdm import tqdm
+
+from thinwire import comm
+from thinwire.comm import Ledger
+from thinwire.errors import ConfigError
+from thinwire.train.checkpoint import Checkpointer, find_checkpoint
+from thinwire.train.config import Config
+from thinwire.train.data import TrainBatches, bits_per_byte, held_out_batch
+from thinwire.train.gradients import (
+    average_over_replicas,
+    local,
+    local_square_norm,
+    scale_gradients,
+)
+from thinwire.train.mesh import Layout, make_layout, parallel_model
+from thinwire.train.metrics import MetricsFile, versions, write_run
+from thinwire.train.model import Transformer
+from thinwire.train.optim import adamw, lr_schedule
+from thinwire.train.parse import config_hash, to_dict
+from thinwire.train.passes import Pass, make_pass
+from thinwire.train.sources import load_corpus
+from thinwire.train.systems import System, attach_systems, full_precision, layer_errors
+from thinwire.train.watchdog import Watchdog
+
+__all__ = ["Trainer", "train"]
+
+
+def train(
+    config: Config,
+    *,
+    resume: Path | None = None,
+    device: torch.device | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Train, and return the content of run.json; collective over the default group.
+
+    Args:
+        config: what to run, the same on every rank.
+        resume: a checkpoint, or a run's folder to take the newest of.
+        device: where this rank computes; default CPU.
+        progress: show a progress bar on rank 0.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: see those; before the first step.
+        NonFiniteError, StuckError: the run cannot go on.
+        ContractError: a compressed link carried nothing (run.json is written all the same).
+    """
+    trainer = Trainer.build(config, device or torch.device("cpu"))
+    if resume is not None:
+        trainer.restore(resume)
+    else:
+        _refuse_to_mix(Path(config.out))
+    run = trainer.run(progress)
+    trainer.ledger.check()
+    return run
+
+
+@dataclass
+class Trainer:
+    """The parts of one rank's run.
+
+    Attributes:
+        config: what to run.
+        layout: where this rank stands.
+        model: this rank's part of the model.
+        ledger: books every byte this rank sends.
+        systems: attached compression by config node.
+        optimizer: AdamW over this rank's parameters.
+        batches: training data and its position.
+        passes: forward and backward.
+        watchdog: stops a lost run.
+        step: finished steps.
+    """
+
+    config: Config
+    layout: Layout
+    model: Transformer
+    ledger: Ledger
+    systems: dict[str, System]
+    optimizer: Optimizer
+    batches: TrainBatches
+    passes: Pass
+    watchdog: Watchdog
+    step: int = 0
+    wall_s: float = 0.0
+    last: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, config: Config, device: torch.device) -> "Trainer":
+        """Set everything up; collective.
+
+        Raises:
+            ConfigError, DataError: on every rank alike.
+        """
+        layout = make_layout(config, device)
+        corpus = load_corpus(config.data.source)
+        data = config.data
+        batches = TrainBatches(corpus, data.seq_len_tokens, data.batch_seqs, config.seed)
+        ledger = Ledger(timing=config.timing)
+        model = parallel_model(config, layout, ledger)
+        optimizer = adamw(config.optim, model)
+        return cls(
+            config=config,
+            layout=layout,
+            model=model,
+            ledger=ledger,
+            systems=attach_systems(config, layout, model, ledger),
+            optimizer=optimizer,
+            batches=batches,
+            passes=make_pass(config, layout, model, ledger),
+            watchdog=Watchdog(config.watchdog),
+        )
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """Return what saves and restores this run."""
+        folder = Path(self.config.out) / "checkpoints"
+        return Checkpointer(folder, self.config, self.model, self.optimizer, self.systems)
+
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            ConfigError: there is none.
+            CheckpointError: unreadable or of another configuration.
+        """
+        found = find_checkpoint(path)
+        if found is None:
+            raise ConfigError(f"no checkpoint in {path}: nothing to resume from")
+        meta = self.checkpointer.load(found)
+        self.step, self.batches.position = meta["step"], meta["position"]
+        self.wall_s = meta["wall_s"]
+        # Another number of ranks has no ledger of its own to continue: ranks beyond take turns.
+        saved = meta["ledgers"]
+        self.ledger.load_totals(saved[dist.get_rank() % len(saved)])
+        self.watchdog.streak, streak_loss = meta["streak"]
+        self.watchdog.streak_loss = math.nan if streak_loss is None else streak_loss
+
+    def run(self, progress: bool) -> dict[str, Any]:
+        """Run to the last step (or `stop_after`), write the files, return run.json's content."""
+        config, is_writer = self.config, dist.get_rank() == 0
+        until = min(config.stop_after or config.steps, config.steps)
+        started = time.perf_counter() - self.wall_s
+        file = self._metrics_file() if is_writer else None
+        bar = tqdm(
+            total=until, initial=self.step, disable=not (progress and is_writer), unit="step"
+        )
+        self.ledger.end_step()
+        try:
+            while self.step < until:
+                record = self.train_step()
+                self._evaluate_if_due(record)
+                self.last = record
+                if file is not None:
+                    file.write(record)
+                bar.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
+                bar.update()
+                self.wall_s = time.perf_counter() - started
+                self._save_if_due(until)
+        finally:
+            bar.close()
+            if file is not None:
+                file.close()
+        step_s = file.step_s if file is not None else []
+        run = self._summary(step_s)
+        if is_writer:
+            write_run(Path(config.out), run)
+        return run
+
+    def train_step(self) -> dict[str, Any]:
+        """Do one optimizer step and return its line of metrics; collective."""
+        start = time.perf_counter()
+        layout, params = self.layout, list(self.model.parameters())
+        lr = lr_schedule(self.config)(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        x_BT, y_BT = self.batches.share(layout.data_rank, layout.data_ranks)
+        loss = self.passes.train(x_BT.to(layout.device), y_BT.to(layout.device))
+        average_over_replicas(params, layout, self.ledger)
+        # Each data rank's loss is held by its tp ranks (on the last stage): count it once.
+        weight = layout.data_ranks * layout.sizes["tp"]
+        square_norm, mean_loss = self._sum(
+            torch.stack([local_square_norm(params, layout), loss.double() / weight])
+        )
+        grad_norm = math.sqrt(square_norm)
+        self.watchdog.check(self.step, mean_loss, grad_norm)
+        max_norm = self.config.optim.max_norm
+        if max_norm and grad_norm > max_norm:
+            scale_gradients(params, max_norm / grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.batches.advance()
+        self.step += 1
+        record: dict[str, Any] = {
+            "step": self.step,
+            "loss": mean_loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens": self.tokens,
+            "step_s": time.perf_counter() - start,
+            "wire": self.ledger.end_step(),
+        }
+        for system in self.systems.values():
+            record |= system.metrics()
+        return record
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens trained on so far, over all ranks."""
+        return self.step * self.config.data.batch_seqs * self.config.data.seq_len_tokens
+
+    def evaluate(self) -> float:
+        """Return the held-out loss in nats, the same on every rank; collective."""
+        layout, cfg = self.layout, self.config.evaluation
+        x_BT, y_BT, num_tokens = held_out_batch(
+            self.batches.corpus,
+            self.config.data.seq_len_tokens,
+            cfg.num_seqs,
+            layout.data_rank,
+            layout.data_ranks,
+        )
+        rows = max(1, self.config.data.batch_seqs // layout.data_ranks)
+        total = torch.zeros((), dtype=torch.float64, device=layout.device)
+        self.model.eval()
+        for x, y in zip(x_BT.split(rows), y_BT.split(rows), strict=True):
+            total += self.passes.held_out(x.to(layout.device), y.to(layout.device)).double()
+        self.model.train()
+        (sum_nats,) = self._sum(total[None] / layout.sizes["tp"])
+        return sum_nats / num_tokens
+
+    def _evaluate_if_due(self, record: dict[str, Any]) -> None:
+        every = self.config.evaluation.every_steps
+        if self.step < self.config.steps and not (every and self.step % every == 0):
+            return
+        if self.config.evaluation.weights == "master":
+            with full_precision(self.systems):
+                loss = self.evaluate()
+        else:
+            loss = self.evaluate()
+        record |= {
+            "val_loss": loss,
+            "val_bits_per_byte": bits_per_byte(loss),
+            "eval_wire": self.ledger.end_step(),
+        }
+
+    def _save_if_due(self, until: int) -> None:
+        every = self.config.checkpoints.every_steps
+        stops = self.step == until and self.config.stop_after > 0
+        if not stops and not (every and self.step % every == 0):
+            return
+        streak_loss = self.watchdog.streak_loss
+        meta = {
+            "position": self.batches.position,
+            "wall_s": self.wall_s,
+            "ledgers": _of_every_rank(self.ledger.to_dict()),
+            "streak": [self.watchdog.streak, None if math.isnan(streak_loss) else streak_loss],
+            "mesh": self.layout.sizes,
+        }
+        self.checkpointer.save(self.step, meta)
+
+    def _sum(self, values: torch.Tensor) -> list[float]:
+        total = comm.all_reduce(values, None, link="scalars", ledger=self.ledger)
+        return total.tolist()
+
+    def _metrics_file(self) -> MetricsFile:
+        return MetricsFile(Path(self.config.out), self.step, self.config.tensorboard)
+
+    def _summary(self, step_s: list[float]) -> dict[str, Any]:
+        ledgers = _of_every_rank(self.ledger.to_dict())
+        return {
+            "config": to_dict(self.config),
+            "config_hash": config_hash(self.config),
+            "versions": versions(),
+            "mesh": self.layout.sizes,
+            "num_ranks": dist.get_world_size(),
+            "device": self.layout.device.type,
+            "data": self.batches.corpus.describe(),
+            "result": self._result(step_s),
+            "ledger": ledgers[0],
+            "ledger_ranks": ledgers,
+            "exemptions": [_plain(e) for e in self.ledger.exemptions],
+            "memory": self._memory(),
+            "layer_errors": layer_errors(self.systems),
+        }
+
+    def _result(self, step_s: list[float]) -> dict[str, Any]:
+        return {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "train_loss": self.last.get("loss"),
+            "val_loss": self.last.get("val_loss"),
+            "val_bits_per_byte": self.last.get("val_bits_per_byte"),
+            "val_weights": self.config.evaluation.weights,
+            "wall_s": self.wall_s,
+            "step_s_median": statistics.median(step_s) if step_s else None,
+        }
+
+    def _memory(self) -> dict[str, int]:
+        """Return this rank's bytes of weights and optimizer state, and the model's parameters."""
+        state = [v for s in self.optimizer.state.values() for v in s.values()]
+        with torch.device("meta"):
+            whole = Transformer(self.config.model, self.config.data.seq_len_tokens)
+        return {
+            "weight_bytes": sum(local(p.detach()).nbytes for p in self.model.parameters()),
+            "optimizer_bytes": sum(local(v).nbytes for v in state if torch.is_tensor(v)),
+            "params": sum(p.numel() for p in whole.parameters()),
+        }
+
+
+def _of_every_rank(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _plain(exemption: Any) -> dict[str, Any]:
+    return {name: getattr(exemption, name) for name in ("link", "name", "reason", "nbytes")}
+
+
+def _refuse_to_mix(out: Path) -> None:
+    """Keep an earlier run's checkpoints: a fresh run in the same folder would replace them."""
+    if find_checkpoint(out) is not None:
+        raise ConfigError(
+            f"out folder {out} holds checkpoints of an earlier run: continue it with --resume, or "
+            "choose another --out"
+        )

@@ -1,0 +1,195 @@
+"""The four axes of ranks, and the model laid out over them.
+
+Axes, outermost first: `pp` stages, `dp_replicate` replicas, `dp_shard` FSDP2 shards, `tp` splits.
+Steps, each a no-op where its axis has one rank:
+1. Build this rank's pipeline stage with its initial weights.
+2. Split the blocks' matrices over `tp`.
+3. Compile the blocks, then shard them and the rest with FSDP2 over `dp_shard`.
+Gradients over `dp_replicate` are averaged in `gradients`, not by FSDP2's own hybrid
+mode, whose all-reduce takes no codec.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from thinwire.comm import Ledger
+from thinwire.errors import ConfigError
+from thinwire.train.config import Compute, Config
+from thinwire.train.config import Mesh as MeshConfig
+from thinwire.train.model import Transformer, build
+
+__all__ = ["AXES", "Layout", "make_layout", "parallel_model", "resolve_axes", "tp_plan"]
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this rank stands.
+
+    Attributes:
+        mesh: device mesh with the axes of `AXES`, all present.
+        sizes: ranks per axis.
+        device: where this rank computes.
+    """
+
+    mesh: DeviceMesh
+    sizes: dict[str, int]
+    device: torch.device
+
+    def index(self, axis: str) -> int:
+        """Return this rank's place on an axis."""
+        return self.mesh.get_local_rank(axis)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return the ranks that differ from this one on `axis` alone."""
+        return self.mesh.get_group(axis)
+
+    @property
+    def data_ranks(self) -> int:
+        """Return how many parts a global batch is cut into."""
+        return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
+
+    @property
+    def data_rank(self) -> int:
+        """Return which part of the global batch this rank reads."""
+        return self.index("dp_replicate") * self.sizes["dp_shard"] + self.index("dp_shard")
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Return whether this rank computes the loss."""
+        return self.index("pp") == self.sizes["pp"] - 1
+
+
+def resolve_axes(mesh: MeshConfig, num_ranks: int) -> dict[str, int]:
+    """Return ranks per axis with the -1 filled in.
+
+    Raises:
+        ConfigError: the axes' product isn't `num_ranks`.
+    """
+    sizes = asdict(mesh)
+    text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    if any(size != -1 and size < 1 for size in sizes.values()):
+        raise ConfigError(f"mesh {text}: an axis must be at least 1, or -1 for the rest")
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ConfigError(f"mesh {text}: only one axis may be -1")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if free and num_ranks % fixed == 0:
+        sizes[free[0]] = num_ranks // fixed
+    if math.prod(sizes.values()) != num_ranks:
+        need = f"a multiple of {fixed}" if free else f"{fixed}"
+        raise ConfigError(f"mesh {text} needs {need} ranks, but {num_ranks} run: change --nproc")
+    return sizes
+
+
+def check_layout(config: Config, sizes: dict[str, int]) -> None:
+    """Raise ConfigError for a model or batch that the axes cannot carry."""
+    model, data, tp, pp = config.model, config.data, sizes["tp"], sizes["pp"]
+    parts = sizes["dp_replicate"] * sizes["dp_shard"] * data.micro_batches
+    if data.batch_seqs % parts:
+        raise ConfigError(
+            f"data.batch_seqs {data.batch_seqs} must be a multiple of data ranks x "
+            f"data.micro_batches = {parts}"
+        )
+    if model.num_kv_heads % tp or model.hidden_dim % tp:
+        raise ConfigError(
+            f"tp {tp} must divide model.num_kv_heads {model.num_kv_heads} and "
+            f"model.hidden_dim {model.hidden_dim}"
+        )
+    if tp > 1 and model.num_experts:
+        raise ConfigError("experts cannot be split over tp: set mesh.tp 1 or model.num_experts 0")
+    if pp > model.num_layers:
+        raise ConfigError(f"pp {pp} has more stages than model.num_layers {model.num_layers}")
+    if pp > 1 and model.tie_embeddings:
+        raise ConfigError(
+            "model.tie_embeddings needs mesh.pp 1: the first and the last stage hold one copy each"
+        )
+    if pp > 1 and data.micro_batches < pp:
+        raise ConfigError(
+            f"pp {pp} needs at least {pp} micro-batches: set data.micro_batches "
+            f"(now {data.micro_batches})"
+        )
+
+
+def make_layout(config: Config, device: torch.device) -> Layout:
+    """Lay the world's ranks out; every rank calls it.
+
+    Raises:
+        ConfigError: axes, model and batch don't fit each other or the ranks.
+    """
+    sizes = resolve_axes(config.mesh, dist.get_world_size())
+    check_layout(config, sizes)
+    mesh = init_device_mesh(device.type, tuple(sizes[a] for a in AXES), mesh_dim_names=AXES)
+    return Layout(mesh, sizes, device)
+
+
+def tp_plan() -> dict[str, ParallelStyle]:
+    """Return torch's own styles for a block: one input region before q/k/v and before w1/w3.
+
+    Embedding, norms and head stay whole on every tp rank.
+    """
+    styles: dict[str, ParallelStyle] = {}
+    for inner, columns, row in (("attn", ("wq", "wk", "wv"), "wo"), ("mlp", ("w1", "w3"), "w2")):
+        styles[f"layers.*.{inner}"] = PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+        )
+        styles |= {f"layers.*.{inner}.{name}": ColwiseParallel() for name in columns}
+        styles[f"layers.*.{inner}.{row}"] = RowwiseParallel()
+    return styles
+
+
+def parallel_model(config: Config, layout: Layout, ledger: Ledger) -> Transformer:
+    """Return this rank's part of the model, laid out over tp and dp_shard (see the module)."""
+    compute = config.compute
+    model = build(
+        config.model,
+        config.data.seq_len_tokens,
+        config.seed,
+        stage=layout.index("pp"),
+        num_stages=layout.sizes["pp"],
+        recompute=compute.activation_checkpointing,
+    ).to(layout.device)
+    if layout.sizes["tp"] > 1:
+        parallelize_module(model, layout.mesh["tp"], tp_plan())
+    if compute.compile:
+        for block in model.layers.values():
+            block.compile()
+    if needs_fsdp(config, layout):
+        _shard(model, compute, layout)
+    return model
+
+
+def needs_fsdp(config: Config, layout: Layout) -> bool:
+    """Return whether FSDP2 wraps the model: to shard it, or for its mixed precision."""
+    return layout.sizes["dp_shard"] > 1 or config.compute.dtype != "float32"
+
+
+def _shard(model: Transformer, compute: Compute, layout: Layout) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute.dtype == "float32" else torch.bfloat16,
+        reduce_dtype=getattr(torch, compute.reduce_dtype),
+    )
+    reshard = compute.reshard_after_forward
+    modules: list[nn.Module] = [*model.layers.values(), model]
+    for module in modules:
+        fully_shard(
+            module,
+            mesh=layout.mesh["dp_shard"],
+            mp_policy=policy,
+            reshard_after_forward=reshard if reshard > 0 else reshard == -1,
+        )

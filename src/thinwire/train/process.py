@@ -1,0 +1,68 @@
+"""One rank's process: join the group, train, leave it in an order that gloo survives."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import ConfigError
+from thinwire.train.config import Config
+
+__all__ = ["pick_device", "process_group"]
+
+
+def pick_device(config: Config, local_rank: int, local_ranks: int) -> torch.device:
+    """Return this rank's device.
+
+    Raises:
+        ConfigError: CUDA asked for, and fewer devices than local ranks.
+    """
+    wanted, count = config.compute.device, torch.cuda.device_count()
+    if wanted == "cuda" and count < local_ranks:
+        raise ConfigError(
+            f"compute.device cuda needs a device per rank: {local_ranks} ranks, {count} devices"
+        )
+    if wanted == "cpu" or count < local_ranks:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def process_group(
+    device: torch.device, *, rank: int, world_size: int, store: Path | None
+) -> Iterator[None]:
+    """Join the world's group and leave it again.
+
+    Args:
+        device: decides the backend: NCCL for CUDA, else gloo.
+        rank: this rank.
+        world_size: ranks of the world.
+        store: file through which local ranks meet; None reads torchrun's variables.
+    """
+    method = f"file://{store.resolve()}" if store else "env://"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(_threads(world_size))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method=method,
+        rank=rank,
+        world_size=world_size,
+    )
+    yield
+    # A group that reference cycles of FSDP still hold at exit aborts the process: collect first.
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def _threads(world_size: int) -> int:
+    """Share this machine's cores among the local ranks."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return max(1, (os.cpu_count() or 1) // local_ranks)

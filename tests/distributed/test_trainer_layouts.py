@@ -1,0 +1,110 @@
+"""Every layout of the reference trainer gives the single process's loss within float noise."""
+
+from pathlib import Path
+
+import pytest
+
+from thinwire.train.launch import launch
+
+pytestmark = pytest.mark.processes
+HERE = Path(__file__).parent
+STEPS = 4
+BASE = {
+    "steps": STEPS,
+    "model": {"dim": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "hidden_dim": 64},
+    "data": {"source": "synthetic", "seq_len_tokens": 32, "batch_seqs": 12},
+    # Clipping is active in every step: a wrong global norm would show in the next loss.
+    "optim": {"warmup_steps": 1, "lr": 1e-2, "max_norm": 0.5},
+    "evaluation": {"num_seqs": 7},
+}
+MOE = {"num_experts": 4, "experts_per_token": 2}
+
+
+def mesh(pp=1, dp_replicate=1, dp_shard=1, tp=1):
+    return {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
+
+
+# ranks -> name -> changes to BASE
+CASES = {
+    1: {
+        "whole": {"mesh": mesh()},
+        "accumulated": {"mesh": mesh(), "data": {"micro_batches": 3}},
+        "recomputed": {"mesh": mesh(), "compute": {"activation_checkpointing": True}},
+        "experts": {"mesh": mesh(), "model": MOE},
+        "tied": {"mesh": mesh(), "model": {"tie_embeddings": True}},
+    },
+    2: {
+        "dp_shard": {"mesh": mesh(dp_shard=2)},
+        "dp_replicate": {"mesh": mesh(dp_replicate=2)},
+        "tp": {"mesh": mesh(tp=2)},
+        "pp": {"mesh": mesh(pp=2), "data": {"micro_batches": 3}},
+        "dp_shard accumulated": {"mesh": mesh(dp_shard=2), "data": {"micro_batches": 3}},
+        "dp_shard recomputed": {
+            "mesh": mesh(dp_shard=2),
+            "compute": {"activation_checkpointing": True, "reshard_after_forward": 0},
+        },
+        "tp recomputed": {"mesh": mesh(tp=2), "compute": {"activation_checkpointing": True}},
+        "experts dp_shard": {"mesh": mesh(dp_shard=2), "model": MOE},
+        "tied dp_shard": {"mesh": mesh(dp_shard=2), "model": {"tie_embeddings": True}},
+    },
+    3: {
+        "dp_shard": {"mesh": mesh(dp_shard=3)},
+        "dp_replicate": {"mesh": mesh(dp_replicate=3)},
+        "pp": {"mesh": mesh(pp=3), "data": {"micro_batches": 4}},
+    },
+    4: {
+        "dp_shard": {"mesh": mesh(dp_shard=4)},
+        "tp": {"mesh": mesh(tp=4)},
+        "pp": {"mesh": mesh(pp=4), "data": {"micro_batches": 4}},
+        "dp_replicate x dp_shard": {"mesh": mesh(dp_replicate=2, dp_shard=2)},
+        "dp_replicate x tp": {"mesh": mesh(dp_replicate=2, tp=2)},
+        "dp_shard x tp": {"mesh": mesh(dp_shard=2, tp=2)},
+        "pp x dp_replicate": {"mesh": mesh(pp=2, dp_replicate=2), "data": {"micro_batches": 2}},
+        "pp x dp_shard": {"mesh": mesh(pp=2, dp_shard=2), "data": {"micro_batches": 3}},
+        "pp x tp": {"mesh": mesh(pp=2, tp=2), "data": {"micro_batches": 2}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Run all cases of a number of ranks in one launch, when first asked for."""
+    found = {}
+
+    def get(ranks):
+        if ranks not in found:
+            out = tmp_path_factory.mktemp(f"ranks{ranks}")
+            configs = [
+                merged(changes) | {"out": str(out / name)} for name, changes in CASES[ranks].items()
+            ]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.syspath_prepend(str(HERE))
+                patch.setenv("PYTHONPATH", str(HERE), prepend=":")
+                answers = launch(ranks, "trainer_cases:losses", {"configs": configs})
+            found[ranks] = dict(zip(CASES[ranks], answers[0], strict=True))
+        return found[ranks]
+
+    return get
+
+
+def merged(changes):
+    return {
+        key: {**value, **changes.get(key, {})} if isinstance(value, dict) else value
+        for key, value in {**{k: {} for k in changes}, **BASE}.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases]
+)
+def test_losses_and_norms_equal_the_single_process(results, ranks, name):
+    got = results(ranks)[name]
+    assert "error" not in got, got
+    twin = next((kind for kind in ("experts", "tied") if name.startswith(kind)), "whole")
+    want = results(1)[twin]
+    assert len(got["steps"]) == STEPS
+    for got_step, want_step in zip(got["steps"], want["steps"], strict=True):
+        assert got_step == pytest.approx(want_step, rel=2e-5)
+    assert got["val_loss"] == pytest.approx(want["val_loss"], rel=2e-5)
+    assert want["steps"][0][1] > BASE["optim"]["max_norm"]
+    assert want["steps"][-1][0] < want["steps"][0][0]
