@@ -111,7 +111,8 @@ def main():
         pays = "" if rate is None else f"pays below {rate:.2f} Gbit/s"
         print(
             f"{name:20s} step {1e3 * row['step_s_median']:7.1f} ms   sent "
-            f"{row['wire_bytes_per_step'] / 1e6:6.2f} MB   encode {1e3 * row['encode_s_per_step']:6.1f} ms"
+            f"{row['wire_bytes_per_step'] / 1e6:6.2f} MB   "
+            f"encode {1e3 * row['encode_s_per_step']:6.1f} ms"
             f"   decode {1e3 * row['decode_s_per_step']:6.1f} ms   {pays}"
         )
     if options.json:
