@@ -210,6 +210,14 @@ def _env(args: list[str]) -> int:
     return 0
 
 
+def _compare(args: list[str]) -> int:
+    from thinwire.lab.compare import main as compare
+    from thinwire.report import write_compare
+
+    # The experiment and its page are independent of each other: they meet here.
+    return compare(args, write_compare)
+
+
 def _elsewhere(module: str) -> Callable[[list[str]], int]:
     """Return a command that hands its arguments to `module.main(args) -> status`."""
     return lambda args: importlib.import_module(module).main(args)
@@ -225,7 +233,7 @@ EXTRAS = {
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "report": _elsewhere("thinwire.report"),
-    "compare": _elsewhere("thinwire.lab.compare"),
+    "compare": _compare,
     "lab": _elsewhere("thinwire.lab"),
     "bench": _elsewhere("thinwire.lab.bench"),
     "recipes": _recipes,
