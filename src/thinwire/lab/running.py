@@ -17,7 +17,7 @@ from thinwire.lab.trials import Trial, read_trial
 
 __all__ = ["Failure", "run_all"]
 
-_KILL_AFTER_S = 10.0
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,14 @@ class _Processes:
         with self._lock:
             self._stopped = True
             children = list(self._children)
-        for child in children:
-            _signal_group(child, signal.SIGTERM)
-        for child in children:
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(_KILL_AFTER_S)
-            # Ranks outlive a parent that SIGTERM ended at once.
-            _signal_group(child, signal.SIGKILL)
+        # Ctrl-C lets the trainer clear its files away; the others are for what doesn't heed it,
+        # the last one also for ranks that outlive their parent.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            for child in children:
+                _signal_group(child, number)
+            for child in children:
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_PATIENCE_S)
 
 
 def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
