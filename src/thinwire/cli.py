@@ -182,15 +182,6 @@ def _print_result(run: dict[str, Any]) -> None:
     print(f"numbers in {out}/run.json and {out}/metrics.jsonl; report: {page}")
 
 
-def _report(args: list[str]) -> int:
-    import tyro
-
-    from thinwire.report import ReportConfig, report
-
-    print(report(tyro.cli(ReportConfig, args=args, prog="thinwire report")))
-    return 0
-
-
 def _recipes(args: list[str]) -> int:
     from thinwire.train.recipes import DEFAULT, RECIPES
 
@@ -219,6 +210,14 @@ def _env(args: list[str]) -> int:
     return 0
 
 
+def _compare(args: list[str]) -> int:
+    from thinwire.lab.compare import main as compare
+    from thinwire.report import write_compare
+
+    # The experiment and its page are independent of each other: they meet here.
+    return compare(args, write_compare)
+
+
 def _elsewhere(module: str) -> Callable[[list[str]], int]:
     """Return a command that hands its arguments to `module.main(args) -> status`."""
     return lambda args: importlib.import_module(module).main(args)
@@ -233,8 +232,8 @@ EXTRAS = {
 }
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "report": _report,
-    "compare": _elsewhere("thinwire.lab.compare"),
+    "report": _elsewhere("thinwire.report"),
+    "compare": _compare,
     "lab": _elsewhere("thinwire.lab"),
     "bench": _elsewhere("thinwire.lab.bench"),
     "recipes": _recipes,
