@@ -187,7 +187,7 @@ def _recipes(args: list[str]) -> int:
 
     for name, make in RECIPES.items():
         mark = "  (default)" if name == DEFAULT else ""
-        print(f"{name:<14}{(make.__doc__ or '').splitlines()[0]}{mark}")
+        print(f"{name:<20}{(make.__doc__ or '').splitlines()[0]}{mark}")
     return 0
 
 
