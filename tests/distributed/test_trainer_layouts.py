@@ -108,3 +108,34 @@ def test_losses_and_norms_equal_the_single_process(results, ranks, name):
     assert got["val_loss"] == pytest.approx(want["val_loss"], rel=2e-5)
     assert want["steps"][0][1] > BASE["optim"]["max_norm"]
     assert want["steps"][-1][0] < want["steps"][0][0]
+
+
+MODEL, DATA = BASE["model"], BASE["data"]
+ACTIVATION_BYTES = DATA["batch_seqs"] * DATA["seq_len_tokens"] * MODEL["dim"] * 4
+# Attention and feed-forward each all-reduce once forward and once backward.
+TENSOR_BYTES = 4 * MODEL["num_layers"] * ACTIVATION_BYTES
+SCALARS_BYTES = 2 * 8
+
+# ranks, name -> bytes that rank 0 sends in a step, from the formulas of the ledger
+WIRE = {
+    (2, "dp_replicate"): lambda params: {"gradients": 4 * params},
+    (3, "dp_replicate"): lambda params: {"gradients": -(-4 * 4 * params // 3)},
+    (2, "tp"): lambda params: {"tensor": TENSOR_BYTES},
+    (4, "tp"): lambda params: {"tensor": TENSOR_BYTES * 3 // 2},
+    (2, "pp"): lambda params: {"pipeline": ACTIVATION_BYTES},
+    (4, "pp"): lambda params: {"pipeline": ACTIVATION_BYTES},
+    (2, "dp_shard"): lambda params: {"weights": 2 * 2 * params, "gradients": 2 * params},
+    (2, "dp_shard accumulated"): lambda params: {
+        # Each micro-batch gathers twice, gradients are reduced once.
+        "weights": 3 * 2 * 2 * params,
+        "gradients": 2 * params,
+    },
+    (4, "pp x tp"): lambda params: {"tensor": TENSOR_BYTES // 2, "pipeline": ACTIVATION_BYTES},
+}
+
+
+@pytest.mark.parametrize(("ranks", "name"), WIRE)
+def test_every_byte_of_a_step_is_booked(results, ranks, name):
+    got = results(ranks)[name]
+    scalars = -(-2 * SCALARS_BYTES * (ranks - 1) // ranks)
+    assert got["wire"] == WIRE[ranks, name](got["params"]) | {"scalars": scalars}

@@ -11,6 +11,7 @@ from torch import Tensor
 from thinwire import _compat
 from thinwire.codecs.protocol import Codec
 from thinwire.comm import call, ledger, transport
+from thinwire.comm.shots import Shot, check_slices, cut
 
 __all__ = ["all_gather"]
 
@@ -25,6 +26,7 @@ def all_gather(
     nonfinite: str = "raise",
     min_bytes: int | None = None,
     exempt: str = "",
+    slices: int = 1,
 ) -> Tensor:
     """Gather x from all ranks, stacked in rank order.
 
@@ -38,6 +40,8 @@ def all_gather(
         min_bytes: a message of fewer dense bytes, or one that would not shrink, goes as it is
             (booked as exempt); None lets the codec carry every message.
         exempt: with codec=None, why this message is left uncompressed on purpose (for the ledger).
+        slices: parts into which the message is cut, so that one is coded while another flies;
+            values and bytes stay the same.
 
     Returns:
         [R, *x.shape] in x.dtype, bit-equal on all ranks.
@@ -45,6 +49,7 @@ def all_gather(
     Raises:
         NonFiniteError: on every rank of the group, under nonfinite="raise".
     """
+    check_slices(codec, slices)
     return torch.ops.thinwire.all_gather(
         x,
         call.codec_name(codec),
@@ -54,6 +59,7 @@ def all_gather(
         nonfinite,
         -1 if min_bytes is None else min_bytes,
         exempt,
+        slices,
     )
 
 
@@ -67,6 +73,7 @@ def _all_gather(
     nonfinite: str,
     min_bytes: int = -1,
     exempt: str = "",
+    slices: int = 1,
 ) -> Tensor:
     pg, books = _compat.group_from_name(group), call.find_ledger(ledger_id)
     dense_bytes = ledger.all_gather_sent(x.numel() * x.itemsize, pg.size())
@@ -79,15 +86,30 @@ def _all_gather(
             _compat.all_gather_single(out.view(-1), x.detach().contiguous().view(-1), group=pg)
         call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes, exempt=exempt)
         return out
-    with call.timed(books, link, "encode_s"):
-        message = how.encode(call.prepare(x, nonfinite))
-    with call.timed(books, link, "wait_s"):
-        wires, _ = transport.all_gather(message, pg)
-    wire_bytes = ledger.all_gather_sent(message.numel(), pg.size())
+    shot = Shot(codec=how, group=pg, link=link, books=books, nonfinite=nonfinite, slices=slices)
+    out_RN, wire_bytes = _gather(call.prepare(x, nonfinite), shot)
     call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
-    call.raise_if_flagged(how, wires, x.numel(), x.dtype, nonfinite, link)
-    with call.timed(books, link, "decode_s"):
-        return how.decode(wires, x.numel(), x.dtype).view(pg.size(), *x.shape)
+    return out_RN.view(pg.size(), *x.shape)
+
+
+def _gather(x: Tensor, shot: Shot) -> tuple[Tensor, int]:
+    """Return flat x of all ranks as [R, N], and the bytes sent."""
+    codec, flagged, sent = shot.codec, 0, 0
+    parts = cut(x.numel(), codec.facts.granule, shot.slices)
+    flights = []
+    for start, stop in parts:
+        with call.timed(shot.books, shot.link, "encode_s"):
+            message = codec.encode(x[start:stop])
+        sent += ledger.all_gather_sent(message.numel(), shot.group.size())
+        flights.append(transport.all_gather(message, shot.group, async_op=True))
+    out_RN = x.new_empty(shot.group.size(), x.numel())
+    for (start, stop), (wires, work) in zip(parts, flights, strict=True):
+        transport.wait(work, shot.books, shot.link)
+        flagged += shot.check(wires, stop - start, x.dtype)
+        with call.timed(shot.books, shot.link, "decode_s"):
+            codec.decode(wires, stop - start, x.dtype, out=out_RN[:, start:stop])
+    call.raise_flagged(flagged, shot.link)
+    return out_RN, sent
 
 
 @_all_gather.register_fake
@@ -100,5 +122,6 @@ def _(
     nonfinite: str,
     min_bytes: int = -1,
     exempt: str = "",
+    slices: int = 1,
 ) -> Tensor:
     return x.new_empty(_compat.group_from_name(group).size(), *x.shape)

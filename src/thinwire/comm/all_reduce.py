@@ -1,12 +1,4 @@
-"""All-reduce that carries codec buffers, in one or two shots.
-
-One shot: 1. encode x. 2. gather the R buffers. 3. decode and add them in rank order, fp32.
-One rounding per contribution, (R-1)*W bytes sent: right for 2 ranks and for small messages.
-
-Two shots: 1. cut x into R chunks, encode each. 2. all-to-all. 3. add the R buffers of the own chunk
-in rank order, fp32, and encode the sum. 4. gather the R sums. 5. decode. Two roundings whatever R
-is, 2(R-1)*W/R bytes sent.
-"""
+"""All-reduce that carries codec buffers, in one or two shots or in tiers of nodes."""
 
 import torch
 import torch.distributed as dist
@@ -14,8 +6,9 @@ from torch import Tensor
 
 from thinwire import _compat
 from thinwire.codecs.protocol import Codec
-from thinwire.comm import call, ledger, transport
-from thinwire.comm.reduce_scatter import encode_chunks
+from thinwire.comm import call, ledger
+from thinwire.comm.hierarchical import Hierarchy, three_shot
+from thinwire.comm.shots import MIDDLES, Shot, check_slices, one_shot, two_shot
 from thinwire.errors import ConfigError
 
 __all__ = ["ALGORITHMS", "all_reduce", "chunk_numel", "pick_algorithm"]
@@ -34,6 +27,9 @@ def all_reduce(
     nonfinite: str = "raise",
     min_bytes: int | None = None,
     exempt: str = "",
+    slices: int = 1,
+    middle: str = "fp32",
+    tiers: Hierarchy | None = None,
 ) -> Tensor:
     """Return the sum of x over all ranks.
 
@@ -48,16 +44,24 @@ def all_reduce(
         min_bytes: a message of fewer dense bytes, or one that would not shrink, goes as it is
             (booked as exempt); None lets the codec carry every message.
         exempt: with codec=None, why this message is left uncompressed on purpose (for the ledger).
+        slices: parts into which the message is cut, so that one is coded while another flies;
+            values and bytes stay the same.
+        middle: how two shots add up: "fp32"; "rounded" (contributions and sum rounded to x.dtype);
+            "rotated" (in the codec's transformed domain, where it has one).
+        tiers: all-reduce inside nodes, then across them, in place of `algorithm`; cuts `group`.
 
     Returns:
         A tensor like x, bit-equal on all ranks of the group.
 
     Raises:
-        ConfigError: unknown algorithm or policy.
+        ConfigError: unknown algorithm, policy or middle, or slices that the codec can't take.
         NonFiniteError: on every rank of the group, under nonfinite="raise".
     """
     if algorithm not in ALGORITHMS:
         raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    if middle not in MIDDLES:
+        raise ConfigError(f"middle must be one of {', '.join(MIDDLES)}, got {middle!r}")
+    check_slices(codec, slices)
     return torch.ops.thinwire.all_reduce(
         x,
         call.codec_name(codec),
@@ -68,6 +72,10 @@ def all_reduce(
         nonfinite,
         -1 if min_bytes is None else min_bytes,
         exempt,
+        slices,
+        middle,
+        "" if tiers is None else tiers.intra.group_name,
+        "" if tiers is None else tiers.inter.group_name,
     )
 
 
@@ -105,6 +113,10 @@ def _all_reduce(
     nonfinite: str,
     min_bytes: int = -1,
     exempt: str = "",
+    slices: int = 1,
+    middle: str = "fp32",
+    intra: str = "",
+    inter: str = "",
 ) -> Tensor:
     pg, books = _compat.group_from_name(group), call.find_ledger(ledger_id)
     dense_bytes = ledger.all_reduce_sent(x.numel() * x.itemsize, pg.size())
@@ -120,8 +132,22 @@ def _all_reduce(
             dist.all_reduce(out, group=pg)
         call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes, exempt=exempt)
         return out
-    form = _one_shot if algorithm == "one_shot" else _two_shot
-    total, wire_bytes = form(call.prepare(x, nonfinite), how, pg, link, books, nonfinite)
+    x_N = call.prepare(x, nonfinite)
+    shot = Shot(
+        codec=how,
+        group=_compat.group_from_name(intra) if intra else pg,
+        link=link,
+        books=books,
+        nonfinite=nonfinite,
+        slices=slices,
+        middle=middle,
+    )
+    if inter:
+        total, wire_bytes = three_shot(x_N, shot, _compat.group_from_name(inter))
+    elif algorithm == "one_shot":
+        total, wire_bytes = one_shot(x_N, shot)
+    else:
+        total, wire_bytes = two_shot(x_N, shot)
     call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
     return total.to(x.dtype).view(x.shape)
 
@@ -137,58 +163,9 @@ def _(
     nonfinite: str,
     min_bytes: int = -1,
     exempt: str = "",
+    slices: int = 1,
+    middle: str = "fp32",
+    intra: str = "",
+    inter: str = "",
 ) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _one_shot(
-    x: Tensor,
-    codec: Codec,
-    pg: dist.ProcessGroup,
-    link: str,
-    books: ledger.Ledger | None,
-    nonfinite: str,
-) -> tuple[Tensor, int]:
-    with call.timed(books, link, "encode_s"):
-        message = codec.encode(x)
-    with call.timed(books, link, "wait_s"):
-        wires, _ = transport.all_gather(message, pg)
-    call.raise_if_flagged(codec, wires, x.numel(), x.dtype, nonfinite, link)
-    with call.timed(books, link, "decode_s"):
-        total = codec.decode_sum(wires, x.numel(), x.dtype)
-    return total, ledger.all_gather_sent(message.numel(), pg.size())
-
-
-def _encode_sum(total: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
-    """Encode the fp32 sum unrounded, unless the wire then grew (a codec that keeps the dtype)."""
-    same_wire = codec.wire_nbytes(total.numel(), total.dtype) == codec.wire_nbytes(
-        total.numel(), dtype
-    )
-    return codec.encode(total if same_wire else total.to(dtype))
-
-
-def _two_shot(
-    x: Tensor,
-    codec: Codec,
-    pg: dist.ProcessGroup,
-    link: str,
-    books: ledger.Ledger | None,
-    nonfinite: str,
-) -> tuple[Tensor, int]:
-    num_ranks, numel = pg.size(), x.numel()
-    chunk = chunk_numel(numel, num_ranks, codec)
-    if chunk * num_ranks != numel:
-        x = torch.nn.functional.pad(x, (0, chunk * num_ranks - numel))
-    with call.timed(books, link, "encode_s"):
-        messages = encode_chunks(x.view(num_ranks, chunk), codec, nonfinite)
-    with call.timed(books, link, "wait_s"):
-        wires = transport.all_to_all(messages, pg)
-    with call.timed(books, link, "encode_s"):
-        message = _encode_sum(codec.decode_sum(wires, chunk, x.dtype), codec, x.dtype)
-    with call.timed(books, link, "wait_s"):
-        sums, _ = transport.all_gather(message, pg)
-    call.raise_if_flagged(codec, sums, chunk, x.dtype, nonfinite, link)
-    with call.timed(books, link, "decode_s"):
-        out = codec.decode(sums, chunk, x.dtype).view(-1)[:numel]
-    sent = ledger.all_gather_sent(messages.shape[1] + message.numel(), num_ranks)
-    return out, sent

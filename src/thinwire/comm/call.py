@@ -20,12 +20,14 @@ __all__ = [
     "NONFINITE",
     "book",
     "codec_name",
+    "count_flagged",
     "find_codec",
     "find_ledger",
     "gate",
     "group_name",
     "ledger_id",
     "prepare",
+    "raise_flagged",
     "raise_if_flagged",
     "timed",
 ]
@@ -118,20 +120,31 @@ def prepare(x: Tensor, nonfinite: str) -> Tensor:
     return torch.nan_to_num(flat, 0.0, 0.0, 0.0) if nonfinite == "zero" else flat
 
 
-def raise_if_flagged(
-    codec: Codec, wires: Tensor, numel: int, dtype: torch.dtype, nonfinite: str, link: str
-) -> None:
-    """Raise NonFiniteError under "raise" when a received block is flagged.
+def count_flagged(
+    codec: Codec, wires: Tensor, numel: int, dtype: torch.dtype, nonfinite: str
+) -> int:
+    """Return how many received blocks are flagged, 0 where such blocks don't raise."""
+    if nonfinite != "raise" or not codec.facts.flags_nonfinite:
+        return 0
+    return codec.nonfinite_count(wires, numel, dtype)
 
-    All ranks of the group hold the same `wires`, or wires that a rank with a bad value has flagged
+
+def raise_flagged(count: int, link: str) -> None:
+    """Raise NonFiniteError if `count` blocks were flagged.
+
+    All ranks of the group hold the same wires, or wires that a rank with a bad value has flagged
     throughout, so all of them raise in the same call.
     """
-    if nonfinite != "raise" or not codec.facts.flags_nonfinite:
-        return
-    count = codec.nonfinite_count(wires, numel, dtype)
     if count:
         raise NonFiniteError(
             f"{count} blocks of a message on link {link!r} hold NaN or infinity (a rank of the "
             "group diverged). All ranks raise. Lower the learning rate or clip; nonfinite='zero' "
             "or 'propagate' let training go on."
         )
+
+
+def raise_if_flagged(
+    codec: Codec, wires: Tensor, numel: int, dtype: torch.dtype, nonfinite: str, link: str
+) -> None:
+    """Raise NonFiniteError under "raise" when a received block is flagged."""
+    raise_flagged(count_flagged(codec, wires, numel, dtype, nonfinite), link)

@@ -11,9 +11,10 @@ from torch import Tensor
 from thinwire import _compat
 from thinwire.codecs.protocol import Codec
 from thinwire.comm import call, ledger, transport
+from thinwire.comm.shots import Shot, check_slices, cut, encode_chunks, join
 from thinwire.errors import ConfigError
 
-__all__ = ["encode_chunks", "reduce_scatter"]
+__all__ = ["reduce_scatter"]
 
 
 def reduce_scatter(
@@ -26,6 +27,7 @@ def reduce_scatter(
     nonfinite: str = "raise",
     min_bytes: int | None = None,
     exempt: str = "",
+    slices: int = 1,
 ) -> Tensor:
     """Sum x over all ranks and return this rank's part of the sum.
 
@@ -39,6 +41,8 @@ def reduce_scatter(
         min_bytes: a message of fewer dense bytes, or one that would not shrink, goes as it is
             (booked as exempt); None lets the codec carry every message.
         exempt: with codec=None, why this message is left uncompressed on purpose (for the ledger).
+        slices: parts into which each chunk is cut, so that one is coded while another flies;
+            values and bytes stay the same.
 
     Returns:
         [n, ...] in x.dtype; the sum runs in fp32 in rank order.
@@ -53,6 +57,7 @@ def reduce_scatter(
             f"reduce_scatter cuts dimension 0 into {num_ranks} equal parts, got shape "
             f"{tuple(x.shape)}: pad it to a multiple of {num_ranks}"
         )
+    check_slices(codec, slices)
     return torch.ops.thinwire.reduce_scatter(
         x,
         call.codec_name(codec),
@@ -62,23 +67,8 @@ def reduce_scatter(
         nonfinite,
         -1 if min_bytes is None else min_bytes,
         exempt,
+        slices,
     )
-
-
-def encode_chunks(x_RN: Tensor, codec: Codec, nonfinite: str) -> Tensor:
-    """Return the rows of x [R, N] as messages [R, W].
-
-    Under "raise", a rank with a NaN or infinity anywhere flags all its messages: each peer sees
-    only its own chunk, and all must raise alike.
-    """
-    num_chunks, numel = x_RN.shape
-    wires = x_RN.new_empty(num_chunks, codec.wire_nbytes(numel, x_RN.dtype), dtype=torch.uint8)
-    for row, wire in zip(x_RN, wires, strict=True):
-        codec.encode(row, out=wire)
-    flags = nonfinite == "raise" and codec.facts.flags_nonfinite and numel > 0
-    if flags and codec.nonfinite_count(wires, numel, x_RN.dtype):
-        wires[:] = codec.encode(torch.full_like(x_RN[0], float("nan")))
-    return wires
 
 
 @torch.library.custom_op("thinwire::reduce_scatter", mutates_args=())
@@ -91,6 +81,7 @@ def _reduce_scatter(
     nonfinite: str,
     min_bytes: int = -1,
     exempt: str = "",
+    slices: int = 1,
 ) -> Tensor:
     pg, books = _compat.group_from_name(group), call.find_ledger(ledger_id)
     num_ranks = pg.size()
@@ -107,15 +98,30 @@ def _reduce_scatter(
             _compat.reduce_scatter_single(out.view(-1), x.detach().contiguous().view(-1), group=pg)
         call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes, exempt=exempt)
         return out
-    with call.timed(books, link, "encode_s"):
-        messages = encode_chunks(call.prepare(x, nonfinite).view(num_ranks, numel), how, nonfinite)
-    with call.timed(books, link, "wait_s"):
-        wires = transport.all_to_all(messages, pg)
-    wire_bytes = ledger.reduce_scatter_sent(messages.shape[1], num_ranks)
+    shot = Shot(codec=how, group=pg, link=link, books=books, nonfinite=nonfinite, slices=slices)
+    total, wire_bytes = _scatter(call.prepare(x, nonfinite).view(num_ranks, numel), shot)
     call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
-    call.raise_if_flagged(how, wires, numel, x.dtype, nonfinite, link)
-    with call.timed(books, link, "decode_s"):
-        return how.decode_sum(wires, numel, x.dtype).to(x.dtype).view(shape)
+    return total.to(x.dtype).view(shape)
+
+
+def _scatter(x_RN: Tensor, shot: Shot) -> tuple[Tensor, int]:
+    """Return the fp32 sum [N] of this rank's row over the group, and the bytes sent."""
+    codec, flagged, sent = shot.codec, 0, 0
+    parts = cut(x_RN.shape[1], codec.facts.granule, shot.slices)
+    flights = []
+    for start, stop in parts:
+        with call.timed(shot.books, shot.link, "encode_s"):
+            messages = encode_chunks(x_RN[:, start:stop], codec, shot.nonfinite)
+        sent += ledger.reduce_scatter_sent(messages.shape[1], shot.group.size())
+        flights.append(transport.start_all_to_all(messages, shot.group))
+    totals = []
+    for (start, stop), (wires, work) in zip(parts, flights, strict=True):
+        transport.wait(work, shot.books, shot.link)
+        flagged += shot.check(wires, stop - start, x_RN.dtype)
+        with call.timed(shot.books, shot.link, "decode_s"):
+            totals.append(codec.decode_sum(wires, stop - start, x_RN.dtype))
+    call.raise_flagged(flagged, shot.link)
+    return join(totals), sent
 
 
 @_reduce_scatter.register_fake
@@ -128,5 +134,6 @@ def _(
     nonfinite: str,
     min_bytes: int = -1,
     exempt: str = "",
+    slices: int = 1,
 ) -> Tensor:
     return x.new_empty(x.shape[0] // _compat.group_from_name(group).size(), *x.shape[1:])

@@ -5,13 +5,16 @@ Tests replace them to see what travels (`thinwire.testing.transport`).
 Legend: `R` ranks of the group, `W` bytes of one message.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import _compat
+from thinwire.comm.ledger import Ledger
 
-__all__ = ["all_gather", "all_to_all", "recv", "send"]
+__all__ = ["all_gather", "all_to_all", "recv", "send", "start_all_to_all", "wait"]
 
 
 def all_gather(
@@ -28,6 +31,21 @@ def all_to_all(messages: Tensor, group: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(messages)
     dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
     return received
+
+
+def start_all_to_all(messages: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
+    """Do as `all_to_all`, but return at once, with the work to wait for."""
+    received = torch.empty_like(messages)
+    work = dist.all_to_all_single(received.view(-1), messages.view(-1), group=group, async_op=True)
+    return received, work
+
+
+def wait(work: dist.Work | None, books: Ledger | None, link: str) -> None:
+    """Wait for a message, booking the seconds."""
+    if work is None:
+        return
+    with nullcontext() if books is None else books.timed(link, "wait_s"):
+        work.wait()
 
 
 def send(message: Tensor, peer: int, group: dist.ProcessGroup) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from thinwire.codecs import Blockwise, Codec
 from thinwire.comm import call
 from thinwire.comm.all_reduce import ALGORITHMS
+from thinwire.comm.hierarchical import Hierarchy
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.shots import MIDDLES, check_slices
 from thinwire.errors import ConfigError
 
 __all__ = ["DEFAULT_CODEC", "LINK", "Channel", "Link", "Wire"]
@@ -37,6 +39,11 @@ class Link:
         nonfinite: what NaN or infinity do: "raise" on all ranks, "zero" them, or "propagate".
         min_bytes: messages of fewer dense bytes go as they are, booked as exempt, and so does one
             of any size that would not shrink. None switches both off.
+        slices: parts into which a message is cut, so that one is coded while another flies.
+        middle: how two-shot all-reduces add up: "fp32", "rounded" (contributions and sum rounded
+            to the tensor's dtype, as the released code does) or "rotated" (in the codec's
+            transformed domain).
+        tiers: nodes, for all-reduces that go through them first (`thinwire.comm.hierarchy`).
         uneven: plain (non-DTensor) sequence shards may differ in length between ranks; their
             lengths are exchanged in a small extra message per call. DTensors know their lengths.
         exempt: with codec=None, why these messages are left uncompressed; shown by the ledger.
@@ -51,6 +58,9 @@ class Link:
     algorithm: str = "auto"
     nonfinite: str = "raise"
     min_bytes: int | None = 0
+    slices: int = 1
+    middle: str = "fp32"
+    tiers: Hierarchy | None = None
     uneven: bool = False
     exempt: str = ""
 
@@ -65,6 +75,13 @@ class Link:
             )
         if self.min_bytes is not None and self.min_bytes < 0:
             raise ConfigError(f"min_bytes must be 0 or more (or None), got {self.min_bytes}")
+        if self.middle not in MIDDLES:
+            raise ConfigError(f"middle must be one of {', '.join(MIDDLES)}, got {self.middle!r}")
+        for codec in (self.codec, self.backward_codec):
+            check_slices(codec, self.slices)
+            rotates = codec is None or hasattr(codec, "decode_sum_encode")
+            if self.middle == "rotated" and not rotates:
+                raise ConfigError(f"{codec!r} has no transformed domain: use middle='fp32'")
         if self.codec is None and self.backward_codec is not None:
             raise ConfigError(
                 "backward_codec without codec: to compress gradients alone, pass codec=Cast()"
@@ -89,6 +106,10 @@ class Link:
             nonfinite=self.nonfinite,
             min_bytes=-1 if self.min_bytes is None else self.min_bytes,
             exempt=self.exempt,
+            slices=self.slices,
+            middle=self.middle,
+            intra="" if self.tiers is None else self.tiers.intra.group_name,
+            inter="" if self.tiers is None else self.tiers.inter.group_name,
         )
 
 
@@ -102,6 +123,10 @@ class Channel:
     nonfinite: str
     min_bytes: int
     exempt: str
+    slices: int
+    middle: str
+    intra: str
+    inter: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +161,10 @@ class Wire:
             channel.nonfinite,
             channel.min_bytes,
             channel.exempt,
+            channel.slices,
+            channel.middle,
+            channel.intra,
+            channel.inter,
         )
 
     def all_gather(self, x: Tensor, channel: Channel) -> Tensor:
@@ -149,6 +178,7 @@ class Wire:
             channel.nonfinite,
             channel.min_bytes,
             channel.exempt,
+            channel.slices,
         )
 
     def reduce_scatter(self, x: Tensor, channel: Channel) -> Tensor:
@@ -162,4 +192,5 @@ class Wire:
             channel.nonfinite,
             channel.min_bytes,
             channel.exempt,
+            channel.slices,
         )

@@ -13,6 +13,9 @@ from thinwire.comm import transport
 __all__ = ["SentBytes", "record_transport"]
 
 
+NAMES = ("all_gather", "all_to_all", "start_all_to_all", "send")
+
+
 @dataclass
 class SentBytes:
     """Bytes that left one rank, counted on the buffers themselves.
@@ -31,7 +34,7 @@ def record_transport() -> Iterator[dict[int, SentBytes]]:
     """Count what each rank (thread) sends while the block runs, keyed by its world rank."""
     sent: dict[int, SentBytes] = {}
     lock = threading.Lock()
-    real = {name: getattr(transport, name) for name in ("all_gather", "all_to_all", "send")}
+    real = {name: getattr(transport, name) for name in NAMES}
 
     def add(nbytes: int) -> None:
         with lock:
@@ -43,16 +46,23 @@ def record_transport() -> Iterator[dict[int, SentBytes]]:
         add(message.numel() * message.itemsize * (group.size() - 1))
         return real["all_gather"](message, group, async_op=async_op)
 
-    def all_to_all(messages: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def add_rows(messages: Tensor, group: dist.ProcessGroup) -> None:
         others = [row for peer, row in enumerate(messages) if peer != group.rank()]
         add(sum(row.numel() * row.itemsize for row in others))
+
+    def all_to_all(messages: Tensor, group: dist.ProcessGroup) -> Tensor:
+        add_rows(messages, group)
         return real["all_to_all"](messages, group)
+
+    def start_all_to_all(messages: Tensor, group: dist.ProcessGroup):  # type: ignore[no-untyped-def]
+        add_rows(messages, group)
+        return real["start_all_to_all"](messages, group)
 
     def send(message: Tensor, peer: int, group: dist.ProcessGroup) -> None:
         add(message.numel() * message.itemsize)
         real["send"](message, peer, group)
 
-    doubles = {"all_gather": all_gather, "all_to_all": all_to_all, "send": send}
+    doubles = dict(zip(NAMES, (all_gather, all_to_all, start_all_to_all, send), strict=True))
     for name, double in doubles.items():
         setattr(transport, name, double)
     try:

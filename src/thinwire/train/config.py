@@ -155,9 +155,10 @@ class Compute:
 class Weights:
     """The sharded-weight gather (link "weights")."""
 
-    codec: Literal["dense", "static", "aquavit", "difference"] = "dense"
-    """dense sends the compute dtype; static block-quantized weights of fixed width; aquavit a width
-    that ascends during the run; difference the change since the last gather."""
+    codec: Literal["dense", "bf16", "static", "aquavit", "difference"] = "dense"
+    """dense sends the compute dtype; bf16 rounds to bfloat16 whatever the compute dtype; static
+    sends block-quantized weights of fixed width; aquavit a width that ascends during the run;
+    difference the change since the last gather."""
     bits: Literal[2, 4, 6, 8] = 6
     """Bits per weight (static, difference)."""
     block_size: int = 128

@@ -57,6 +57,10 @@ RECIPES: dict[str, Recipe] = {
     "dense-tp": dense_tp,
     "dense-pp": dense_pp,
     "dense-3d": dense_3d,
+    "bf16-fsdp": _weights(
+        "FSDP2 with weight gathers in bfloat16, computed in float32: the baseline of the methods.",
+        Weights(codec="bf16"),
+    ),
     "static-8bit": _weights(
         "FSDP2 with weight gathers of 8 bits per weight, blocks of 2048.",
         Weights(codec="static", bits=8, block_size=2048),

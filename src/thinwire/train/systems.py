@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from thinwire import aquavit
-from thinwire.codecs import Blockwise, Codec
+from thinwire.codecs import Blockwise, Cast, Codec
 from thinwire.comm import Ledger
 from thinwire.errors import ConfigError
 from thinwire.train.config import Config, Gradients, Weights
@@ -97,6 +97,8 @@ def _schedule(
 ) -> aquavit.Schedule | aquavit.Static | aquavit.Difference | None:
     if cfg.codec == "dense":
         return None
+    if cfg.codec == "bf16":
+        return aquavit.Static(Cast("bf16"))
     if cfg.codec == "aquavit":
         return aquavit.Schedule(
             steps,
