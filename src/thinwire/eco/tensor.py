@@ -41,6 +41,7 @@ class Stored:
         shape: the tensor as FSDP2 shards it (split over tensor-parallel ranks already).
         recode: asked at each gather: the codec that carries the values instead of the stored
             codes, or None; set where weight gathers are compressed further.
+        recoded: the last such message and what it was made of.
     """
 
     name: str
@@ -48,10 +49,11 @@ class Stored:
     lead_dims: int
     shape: tuple[int, ...]
     recode: Callable[[], Codec | None] | None = None
+    recoded: tuple[Any, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out `recode`, which belongs to a live model."""
-        return self.__dict__ | {"recode": None}
+        return self.__dict__ | {"recode": None, "recoded": None}
 
     def blocks(self, shape: Sequence[int]) -> Blocks:
         """Return how a piece of this shape is cut."""
@@ -219,16 +221,23 @@ class QuantizedTensor(torch.Tensor):
         padded = self.stored.padded_shape(num_ranks)
         codec = self.stored.recode() if self.stored.recode is not None else None
         if codec is not None:
-            flat = torch.zeros(math.prod(padded), device=self.codes.device)
-            flat[: self.numel()] = self.values().view(-1)
-            nbytes = codec.wire_nbytes(flat.numel(), flat.dtype)
-            codec.encode(flat, out=out[:nbytes])
+            recoded = self._recoded(codec, math.prod(padded))
+            out[: recoded.numel()] = recoded
             return out
         codes, scales = (_bytes(part) for part in (self.codes, self.scales))
         out[: codes.numel()] = codes
         start = self._scales_start(padded)
         out[start : start + scales.numel()] = scales
         return out
+
+    def _recoded(self, codec: Codec, numel: int) -> Tensor:
+        """Return the values of the padded shard by another codec, encoded once per state."""
+        key = (codec, self.versions())
+        if self.stored.recoded is None or self.stored.recoded[0] != key:
+            flat = torch.zeros(numel, device=self.codes.device)
+            flat[: self.numel()] = self.values().view(-1)
+            self.stored.recoded = (key, codec.encode(flat))
+        return self.stored.recoded[1]
 
     def _scales_start(self, padded: tuple[int, ...]) -> int:
         blocks = self.stored.blocks(padded)
@@ -265,7 +274,9 @@ class QuantizedTensor(torch.Tensor):
                 part.copy_(self._read(wire, len(wires_NW), part.shape[0]))
             else:
                 numel = rows * math.prod(self.stored.shape[1:])
-                used = wire[: codec.wire_nbytes(numel, torch.float32)]
+                # A copy: kernels see it as a numpy array, after which torch lets nobody resize its
+                # storage, as FSDP2 does to free it.
+                used = wire[: codec.wire_nbytes(numel, torch.float32)].clone()
                 values = codec.decode(used, numel, torch.float32)
                 part.copy_(values[: part.numel()].view(part.shape))
 
