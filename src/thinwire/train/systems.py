@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from thinwire import aquavit
-from thinwire.codecs import Blockwise, Cast, Codec
+from thinwire.codecs import Blockwise, Cast, Codec, Hadamard
 from thinwire.comm import Ledger
 from thinwire.errors import ConfigError
 from thinwire.train.config import Config, Gradients, Weights
@@ -122,7 +122,7 @@ def _gradient_codec(cfg: Gradients) -> Codec | None:
     if cfg.codec == "dense":
         return None
     if cfg.hadamard:
-        raise ConfigError("systems.gradients.hadamard needs the Hadamard codec, not there yet")
+        return Hadamard(fmt=cfg.codec, group=cfg.block_size)
     return Blockwise(bits=8 if cfg.codec == "int8" else 4, block_size=cfg.block_size)
 
 
