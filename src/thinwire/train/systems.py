@@ -46,6 +46,8 @@ def attach_systems(
     systems: dict[str, System] = {}
     if needs_fsdp(config, layout):
         systems["weights"] = _attach_fsdp(config, layout, model, ledger)
+    elif config.systems.weights.virtual_ranks and _compresses(config):
+        systems["weights"] = _simulate(config, layout, model)
     elif _compresses(config):
         _nothing_to_gather(layout, ledger)
     return systems
@@ -85,6 +87,19 @@ def _attach_fsdp(
         gradients=reduce_codec,
         error_feedback=gradients.error_feedback and reduce_codec is not None,
         min_shard_numel=weights.min_shard_numel,
+    )
+
+
+def _simulate(config: Config, layout: Layout, model: Transformer) -> aquavit.SimulatedHandle:
+    cfg = config.systems.weights
+    schedule = _schedule(cfg, config.steps)
+    if layout.mesh.size() > 1 or schedule is None or config.systems.gradients.codec != "dense":
+        raise ConfigError(
+            "systems.weights.virtual_ranks simulates compressed weights with dense gradients on "
+            "one rank: use --nproc 1 and systems.gradients.codec dense"
+        )
+    return aquavit.simulate(
+        model, schedule, num_ranks=cfg.virtual_ranks, min_shard_numel=cfg.min_shard_numel
     )
 
 
