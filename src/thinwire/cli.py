@@ -1,4 +1,4 @@
-"""The command line: `thinwire train | compare | lab | bench | report | recipes | env`.
+"""The command line: `thinwire train | compare | bench | report | recipes | env`.
 
 Errors a user can cause are one line on standard error, exit status 2. torch is imported by the
 commands that need it only.
@@ -28,7 +28,6 @@ usage: thinwire COMMAND ...
                      train; `thinwire train --help` lists every setting
   report DIR...      one HTML page of one or several runs
   compare R1 R2 ...  run recipes over several seeds and compare
-  lab R1 R2 ...      run recipes over shaped links
   bench              time the codecs
   recipes            list the recipes
   env                versions, devices and extras
@@ -218,9 +217,14 @@ def _compare(args: list[str]) -> int:
     return compare(args, write_compare)
 
 
-def _elsewhere(module: str) -> Callable[[list[str]], int]:
-    """Return a command that hands its arguments to `module.main(args) -> status`."""
-    return lambda args: importlib.import_module(module).main(args)
+def _elsewhere(name: str) -> Callable[[list[str]], int]:
+    """Return a command that hands its arguments to `name.main(args) -> status`."""
+
+    def run(args: list[str]) -> int:
+        module = importlib.import_module(name)
+        return int(module.main(args))
+
+    return run
 
 
 EXTRAS = {
@@ -234,7 +238,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "report": _elsewhere("thinwire.report"),
     "compare": _compare,
-    "lab": _elsewhere("thinwire.lab"),
     "bench": _elsewhere("thinwire.lab.bench"),
     "recipes": _recipes,
     "env": _env,

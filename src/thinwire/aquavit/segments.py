@@ -31,8 +31,8 @@ __all__ = [
     "StoredShard",
     "clean_name",
     "find_segments",
-    "flat_dtype",
     "lay_out",
+    "reason_raw",
     "recodes",
 ]
 
@@ -53,17 +53,20 @@ class Rules:
     min_shard_numel: int = 4096
     quantize_frozen: bool = False
 
-    def reason_raw(self, name: str, param: Any, numel: int) -> str | None:
-        """Return why a parameter is sent raw, or None if it is quantized."""
-        if any(fnmatch(name, pattern) for pattern in self.exclude):
-            return "excluded by name"
-        if len(param._orig_size) <= 1:
-            return "fewer than 2 dimensions"
-        if not param.sharded_param.requires_grad and not self.quantize_frozen:
-            return "frozen"
-        if numel < self.min_shard_numel:
-            return f"shard under {self.min_shard_numel} elements"
-        return None
+
+def reason_raw(
+    rules: Rules, name: str, num_dims: int, requires_grad: bool, shard_numel: int
+) -> str | None:
+    """Return why a parameter is sent raw, or None if it is quantized."""
+    if any(fnmatch(name, pattern) for pattern in rules.exclude):
+        return "excluded by name"
+    if num_dims <= 1:
+        return "fewer than 2 dimensions"
+    if not requires_grad and not rules.quantize_frozen:
+        return "frozen"
+    if shard_numel < rules.min_shard_numel:
+        return f"shard under {rules.min_shard_numel} elements"
+    return None
 
 
 class StoredShard(Protocol):
@@ -183,7 +186,8 @@ def find_segments(model: nn.Module, module: FSDPModule, rules: Rules) -> list[Se
         name = names.get(id(param.sharded_param), param._module_info.param_name)
         numel = param.padded_sharded_param_size.numel()
         nbytes = _stored_nbytes(name, param, module)
-        reason = rules.reason_raw(name, param, numel)
+        trains = param.sharded_param.requires_grad
+        reason = reason_raw(rules, name, len(param._orig_size), trains, numel)
         segments.append(Segment(name, numel, reason, param, nbytes))
     return segments
 
@@ -207,11 +211,6 @@ def recodes(segment: Segment, codec: Codec | None) -> bool:
     if codec is None or segment.reason is not None:
         return False
     return codec.wire_nbytes(segment.numel, torch.float32) < segment.stored_nbytes
-
-
-def flat_dtype(segments: Sequence[Segment]) -> torch.dtype:
-    """Return the dtype of FSDP2's flat buffer: bytes where some parameter is stored quantized."""
-    return torch.uint8 if any(s.stored_nbytes for s in segments) else segments[0].dtype
 
 
 def lay_out(segments: Sequence[Segment], codec: Codec, dtype: torch.dtype) -> list[Span]:

@@ -1,11 +1,12 @@
 """Turn a stock tensor-parallel plan into one whose traffic runs on a link, and apply it.
 
 Steps: 1. Resolve every key of the plan to modules. 2. Convert each torch style to its thinwire
-namesake; leave alone what no region carries, with the reason. 3. Hand the new plan to torch.
-4. Declare in the ledger what stays uncompressed.
+namesake; leave alone what no region carries, with the reason. 3. Let siblings that read one input
+share a region. 4. Hand the new plan to torch. 5. Declare in the ledger what stays uncompressed.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -19,11 +20,13 @@ from thinwire.comm.ledger import Ledger
 from thinwire.errors import ConfigError
 from thinwire.taco import styles
 from thinwire.taco.link import DEFAULT_CODEC, LINK, Link
+from thinwire.taco.sharing import SharedInput
 
 __all__ = ["EXACT", "Report", "parallelize"]
 
 EXACT = ("head", "lm_head", "output")
 HEAD = "output head: left exact"
+NORM = "replicated parameter: torch sums its gradient exactly, when the optimizer reads it"
 
 _TWINS = {
     torch_parallel.ColwiseParallel: styles.ColwiseParallel,
@@ -101,10 +104,12 @@ def parallelize(
     converted = {name: _convert(name, style, link, exact, report) for name, style in resolved}
     if link.codec is not None and not report.converted:
         raise ConfigError(f"nothing in the plan can be compressed:\n{report}")
+    if link.codec is not None:
+        _share(model, converted, report)
     for name, style in converted.items():
         module = model.get_submodule(name)
         parallelize_module(module, mesh, style, src_data_rank=src_data_rank)
-    _declare(link, mesh, report)
+    _declare(model, converted, link, mesh, report)
     return report
 
 
@@ -147,7 +152,7 @@ def _convert(
     if is_head:
         report.exact[name] = HEAD
     else:
-        report.converted[name] = repr(twin)
+        report.converted[name] = _summary(twin)
     return twin
 
 
@@ -181,10 +186,47 @@ def _arguments(style: ParallelStyle) -> dict[str, object]:
     }
 
 
-def _declare(link: Link, mesh: DeviceMesh, report: Report) -> None:
+def _summary(style: ParallelStyle) -> str:
+    names = ("input_layouts", "desired_input_layouts", "output_layouts", "desired_output_layouts")
+    layouts = [getattr(style, name, None) for name in names]
+    path = " -> ".join("/".join(map(str, layout)) for layout in layouts if layout)
+    return f"{type(style).__name__} {path}".strip()
+
+
+def _share(model: nn.Module, plan: dict[str, ParallelStyle], report: Report) -> None:
+    """Give column-parallel siblings without a PrepareModuleInput in front one `SharedInput`."""
+    families: dict[tuple[str, str], list[str]] = {}
+    for name, style in plan.items():
+        parent = name.rpartition(".")[0]
+        prepared = isinstance(plan.get(parent), torch_parallel.PrepareModuleInput)
+        if name in report.converted and isinstance(style, styles.ColwiseParallel) and not prepared:
+            families.setdefault((parent, str(style.input_layouts)), []).append(name)
+    for (parent, _), names in families.items():
+        if len(names) < 2:
+            continue
+        shared = SharedInput(model.get_submodule(parent))
+        for name in names:
+            # A style may serve many modules; each family needs its own.
+            plan[name] = copy(plan[name])
+            plan[name].shared = shared  # type: ignore[attr-defined]
+        children = ", ".join(name.rpartition(".")[2] for name in names)
+        report.notes.append(f"{parent or 'the model'}: {children} share one region per input")
+
+
+def _declare(
+    model: nn.Module,
+    plan: dict[str, ParallelStyle],
+    link: Link,
+    mesh: DeviceMesh,
+    report: Report,
+) -> None:
     ledger = link.ledger
     if ledger is None or link.codec is None:
         return
     ledger.expect(LINK, num_ranks=mesh.size())
     for name, why in (report.exact | report.left_alone).items():
         ledger.declare_exempt(LINK, name, why, 0)
+    for name, style in plan.items():
+        if isinstance(style, torch_parallel.SequenceParallel):
+            for key, p in model.get_submodule(name).named_parameters(prefix=name):
+                ledger.declare_exempt(LINK, key, NORM, p.numel() * p.itemsize)

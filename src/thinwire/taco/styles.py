@@ -24,6 +24,7 @@ from thinwire.comm.ledger import all_gather_sent, all_reduce_sent, reduce_scatte
 from thinwire.errors import ConfigError
 from thinwire.taco.layout import check_move, move
 from thinwire.taco.link import LINK, Link, Wire
+from thinwire.taco.sharing import SharedInput
 
 __all__ = [
     "ColwiseParallel",
@@ -44,7 +45,8 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
 
     Gradients of a replicated input are all-reduced, a sharded input is gathered (its gradient
     reduce-scattered), an output wanted whole is gathered, all over the link. Where several layers
-    share an input (q, k, v), put one `PrepareModuleInput` in front instead: one call, not three.
+    share an input (q, k, v), put one `PrepareModuleInput` in front instead: one call, not three
+    (`parallelize` finds such layers by itself).
 
     Args:
         input_layouts: layout of the input; default Replicate().
@@ -52,8 +54,13 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         use_local_output: return a plain tensor, not a DTensor.
         link: how messages travel; default Link().
 
+    Attributes:
+        shared: where siblings that read the same tensor meet, if they do.
+
     Reference: Liu et al., "TACO", HPDC '26; torch.distributed.tensor.parallel.ColwiseParallel.
     """
+
+    shared: SharedInput | None = None
 
     def __init__(
         self,
@@ -80,7 +87,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
             module,
             device_mesh,
             place,
-            partial(_enter, wire, src, Replicate()),
+            partial(_enter, wire, src, Replicate(), self.shared),
             partial(_leave, wire, out, self.use_local_output),
         )
 
@@ -124,7 +131,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
             module,
             device_mesh,
             place,
-            partial(_enter, wire, self.input_layouts[0], wanted),
+            partial(_enter, wire, self.input_layouts[0], wanted, None),
             partial(_leave, wire, self.output_layouts[0], self.use_local_output),
         )
 
@@ -153,7 +160,7 @@ class SequenceParallel(torch_parallel.SequenceParallel):
             module,
             device_mesh,
             self._replicate_module_fn,
-            partial(_enter, wire, sharded, sharded),
+            partial(_enter, wire, sharded, sharded, None),
             partial(self._prepare_output_fn, self.use_local_output),
         )
 
@@ -294,7 +301,13 @@ def _travels(x: Any) -> bool:
 
 
 def _enter(
-    wire: Wire, src: Placement, dst: Placement, mod: nn.Module, inputs: Any, mesh: DeviceMesh
+    wire: Wire,
+    src: Placement,
+    dst: Placement,
+    shared: SharedInput | None,
+    mod: nn.Module,
+    inputs: Any,
+    mesh: DeviceMesh,
 ) -> Any:
     """Lay a layer's first input out as its split weights need it."""
     x = inputs[0]
@@ -304,10 +317,13 @@ def _enter(
         return x if x.placements[0] == dst else x.redistribute(placements=[dst])
     if isinstance(x, DTensor) and x.placements[0] == dst == Replicate() and hasattr(mod, PREPARED):
         return x
+    if shared is not None and (found := shared.find(x)) is not None:
+        return found
     size = None
     if isinstance(mod, nn.Linear) and isinstance(src, Shard) and src.dim in (-1, x.dim() - 1):
         size = mod.in_features
-    return move(x, src, dst, mesh, wire, size=size)
+    prepared = move(x, src, dst, mesh, wire, size=size)
+    return prepared if shared is None else shared.keep(x, prepared)
 
 
 def _leave(

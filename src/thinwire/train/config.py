@@ -179,6 +179,9 @@ class Weights:
     """Keep gathered wire bytes from forward to backward, or over a step's micro-batches."""
     min_shard_numel: int = 1024
     """Shards with fewer weights travel uncompressed, listed as exempt."""
+    virtual_ranks: int = 0
+    """On a single rank: compute with the weights that this many sharded ranks would gather (for
+    quality studies; nothing travels); 0 does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ Steps, each a no-op where its axis has one rank:
 1. Build this rank's pipeline stage with its initial weights.
 2. Split the blocks' matrices over `tp`.
 3. Compile the blocks, then shard them and the rest with FSDP2 over `dp_shard`.
-Gradients over `dp_replicate` are averaged in `gradients`, not by FSDP2's own hybrid
+Gradients over `dp_replicate` are averaged by `gradients.ReplicaSync`, not by FSDP2's own hybrid
 mode, whose all-reduce takes no codec.
 """
 
