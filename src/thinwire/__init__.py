@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import aquavit, codecs, comm, errors
+    from thinwire import aquavit, codecs, comm, eco, errors
     from thinwire.comm.ledger import Ledger
     from thinwire.errors import ThinwireError
 
@@ -20,6 +20,7 @@ __all__ = [
     "aquavit",
     "codecs",
     "comm",
+    "eco",
     "errors",
 ]
 

@@ -107,3 +107,47 @@ def test_shard_group_and_reshard_policy():
 def test_torch_version():
     assert _compat.torch_version() >= (2, 11)
     assert dist.is_available()
+
+
+def test_wrapper_tensor_and_map_tensors():
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return func(*_compat.map_tensors(Wrapper, lambda w: torch.ones(w.shape), args))
+
+    wrapper = _compat.wrapper_tensor(Wrapper, (2, 3), torch.bfloat16, torch.device("cpu"))
+    assert isinstance(wrapper, Wrapper)
+    assert (tuple(wrapper.shape), wrapper.dtype) == ((2, 3), torch.bfloat16)
+    assert wrapper.sum() == 6
+
+
+def test_no_torch_function():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("called")
+
+    with _compat.no_torch_function():
+        assert torch.ones(2).as_subclass(Loud).sum() == 2
+
+
+def test_keep_version():
+    x = torch.zeros(2)
+    with _compat.keep_version(x):
+        x.add_(1)
+    assert x._version == 0
+
+
+def test_fsdp_takes_a_message_of_any_length_from_the_one_parameter_hook():
+    """3 rows on 2 ranks: the five-parameter form refuses messages that aren't weight-shaped."""
+    from thinwire import eco
+
+    def check(rank):
+        layer = nn.Sequential(nn.Linear(4, 3, bias=False))
+        eco.quantize_(layer, "int4")
+        want = layer[0].weight.dequantize()
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        layer.unshard()
+        return layer[0].weight.shape == want.shape
+
+    assert run_ranks(2, check) == [True, True]
