@@ -110,6 +110,7 @@ def _train(args: list[str]) -> int:
         "resume": where,
         "progress": sys.stderr.isatty(),
         "device": config.compute.device,
+        "threads": config.compute.threads,
     }
     if under_torchrun:
         from thinwire.train.worker import run_under_torchrun

@@ -139,6 +139,8 @@ class Compute:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA if every local rank has a device of its own."""
+    threads: int = 0
+    """CPU threads per rank; 0 shares the machine's cores among its ranks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gathered weights and activations; master weights stay float32."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
