@@ -148,7 +148,7 @@ def test_transform_is_orthogonal_and_its_own_inverse():
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_two_shot_error(world):
     codec = Hadamard()
-    n = 2**16
+    n = 2**19
     x = torch.randn(world, n, generator=torch.Generator().manual_seed(world))
     wires = torch.stack([codec.encode(row) for row in x])
     total = x.sum(0)

@@ -21,6 +21,7 @@ from thinwire.aquavit.difference import DifferenceGather
 from thinwire.aquavit.gather import WeightGather
 from thinwire.aquavit.reduce import GradientReduce
 from thinwire.aquavit.schedule import Difference, Level, Schedule, Static
+from thinwire.aquavit.segments import recodes
 from thinwire.codecs import Blockwise, Codec
 from thinwire.comm.ledger import Ledger
 from thinwire.errors import CheckpointError, ConfigError
@@ -42,6 +43,7 @@ class Handle:
         epoch: states of the weights seen.
         trains: whether the forward under way records gradients; one that does not has no backward
             that would use a kept wire.
+        stores: whether some weights are stored quantized.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Handle:
         self.step = 0
         self.epoch = 0
         self.trains = True
+        self.stores = False
         self.gathers: dict[str, WeightGather | DifferenceGather] = {}
         self.reduces: dict[str, GradientReduce] = {}
         self._layout, self._meta = layout, meta
@@ -171,9 +174,13 @@ class Handle:
         for module_name, gather in self.gathers.items():
             codec = self.codec_for(module_name)
             for segment in gather.segments if codec is not None else ():
-                if segment.reason is None:
+                if segment.reason is None and not segment.stored_nbytes:
                     w = _compat.fsdp_param_data(segment.param)
-                    local[segment.name] = _square_sums(w, codec)  # type: ignore[arg-type]
+                elif segment.stored_nbytes and recodes(segment, codec):
+                    w = segment.shard.values().view(-1)
+                else:
+                    continue
+                local[segment.name] = _square_sums(w, codec)  # type: ignore[arg-type]
         if not local:
             return {}
         sums = torch.stack(list(local.values()))

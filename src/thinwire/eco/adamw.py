@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from thinwire.comm import Ledger
-from thinwire.eco.optimizer import EcoOptimizer, Updated
+from thinwire.eco.optimizer import EcoOptimizer
 from thinwire.eco.state import StateForm
 from thinwire.errors import ConfigError
-from thinwire.kernels.eco import reference
+from thinwire.kernels.eco import Step
 
 __all__ = ["EcoAdamW"]
 
@@ -103,28 +103,19 @@ class EcoAdamW(EcoOptimizer):
             fused_backward=fused_backward,
         )
 
-    def update(
-        self, w_RC: Tensor, g_RC: Tensor, state: dict[str, Any], slot: Any, group: dict[str, Any]
-    ) -> Updated:
+    def numbers(self, group: dict[str, Any], step: int) -> Step:
         """See `EcoOptimizer`."""
-        numbers = reference.Adam(
+        b1, b2 = group["betas"]
+        c1 = 1 - b1**step
+        return Step(
             lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
+            b1=b1,
+            b2=b2,
             eps=group["eps"],
+            c1=c1,
+            c2=1 - b2**step,
             weight_decay=group["weight_decay"],
-            step=int(state["step"]),
-            inject_lr=self.injection_lr(group),
-            decay_factor=self.decay_factor,
-        )
-        first, second = self.forms
-        target_RC, m, v, den = reference.adam_target(
-            w_RC, g_RC, first.read(state, slot.piece), second.read(state, slot.piece), numbers
-        )
-        return Updated(
-            target_RC,
-            {"exp_avg": m, "exp_avg_sq": v},
-            lambda error: {"exp_avg": reference.adam_inject(m, den, error, numbers)},
+            inject=self.injection(group, b1, c1),
         )
 
     def plain_state(self, param: nn.Parameter) -> dict[str, Tensor]:

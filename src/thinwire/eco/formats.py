@@ -38,12 +38,6 @@ class Blocks:
         """Return R."""
         return math.prod(self.lead)
 
-    @property
-    def matrix_scales(self) -> tuple[int, int]:
-        """Return (S, G)."""
-        groups = max(1, -(-self.columns // self.cols_per_scale))
-        return max(1, math.prod(self.scale_shape) // groups), groups
-
 
 @dataclass(frozen=True)
 class Format:

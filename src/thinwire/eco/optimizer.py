@@ -25,13 +25,14 @@ from torch.optim import Optimizer
 from thinwire import comm
 from thinwire.comm import Ledger
 from thinwire.eco.placement import Piece, find_piece, local_like, plain
+from thinwire.eco.rounding import fused_step_, magnitudes
 from thinwire.eco.state import StateForm
 from thinwire.eco.tensor import QuantizedTensor, local_quantized
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
-from thinwire.kernels.eco import reference
-from thinwire.kernels.random import tensor_id
+from thinwire.kernels.eco import Step, reference
+from thinwire.kernels.random import RandomKey, tensor_id
 
-__all__ = ["EcoOptimizer", "Updated"]
+__all__ = ["EcoOptimizer", "measured_state_nbytes"]
 
 # Warm-ups from 1e-5 of the peak multiply a carried error by more than this.
 MAX_LR_JUMP = 10.0
@@ -46,21 +47,6 @@ class _Slot:
     piece: Piece
     lead_dims: int
     tensor: int
-
-
-@dataclass(frozen=True)
-class Updated:
-    """What a rule computed for one tensor, before rounding.
-
-    Attributes:
-        target_RC: unrounded new weights.
-        moments: new state by key, fp32 [R, C].
-        inject: error [R, C] -> changed moments, by key.
-    """
-
-    target_RC: Tensor
-    moments: dict[str, Tensor]
-    inject: Callable[[Tensor], dict[str, Tensor]]
 
 
 class EcoOptimizer(Optimizer):
@@ -101,6 +87,7 @@ class EcoOptimizer(Optimizer):
         self.rounding, self.inject_lr = rounding, inject_lr
         self.decay_factor, self.nonfinite = decay_factor, nonfinite
         self.fused_backward = fused_backward
+        self.keeps_errors = any(form.key == "error" for form in self.forms)
         self.skipped_steps = 0
         self._group, self._ledger = group, ledger
         self._slots: dict[nn.Parameter, _Slot] = {}
@@ -117,11 +104,15 @@ class EcoOptimizer(Optimizer):
 
     # -- rules: what AdamW and SGD differ in ----------------------------------------------------
 
-    def update(
-        self, w_RC: Tensor, g_RC: Tensor, state: dict[str, Any], slot: Any, group: dict[str, Any]
-    ) -> Updated:
-        """Return the unrounded step of a quantized tensor; changes nothing."""
+    def numbers(self, group: dict[str, Any], step: int) -> Step:
+        """Return the constants of a quantized tensor's step."""
         raise NotImplementedError
+
+    def inject(
+        self, m_RC: Tensor, error_RC: Tensor, den: Tensor | float, h: Step, slot: "_Slot"
+    ) -> Tensor:
+        """Return the momentum that carries the rounding error."""
+        return reference.inject(m_RC, error_RC, den, h)
 
     def plain_step(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         """Step parameters that aren't quantized."""
@@ -220,32 +211,53 @@ class EcoOptimizer(Optimizer):
 
         return step_now
 
-    def _step_quantized(self, slot: _Slot, group: dict[str, Any], absmax_SG: Tensor | None) -> None:
+    def _step_quantized(
+        self, slot: _Slot, group: dict[str, Any], magnitude_S: Tensor | None
+    ) -> None:
         quantized, state = local_quantized(slot.param), self.state[slot.param]
         assert quantized is not None
         state["step"] += 1
-        updated = self._updated(slot, quantized, group)
-        if not bool(torch.isfinite(updated.target_RC).all()):
-            state["step"] -= 1
+        h = self.numbers(group, int(state["step"]))
+        key = slot.piece.key(group["run_key"], slot.tensor, int(state["step"]))
+        rounding_key = key if self.rounding == "sr" else None
+        if self._fusible(quantized, h):
+            g = plain(slot.param.grad).contiguous()  # type: ignore[arg-type]
+            moments = [plain(state[form.key]) for form in self.forms]
+            left = fused_step_(quantized, g, moments, h, slot.piece, rounding_key, magnitude_S)
+        else:
+            left = self._plain_rule(slot, quantized, h, rounding_key, magnitude_S)
+        if left:
             self._broken.add(f"the new value of {slot.name}")
-            return
-        moments, step = updated.moments, int(state["step"])
-        if group["lr"] != 0.0:
-            u = None
-            if self.rounding == "sr":
-                u = self._uniforms(slot, quantized, group, step)
-            quantized.store(updated.target_RC, u, absmax_SG)
-            moments = self._place_error(slot, quantized, updated)
-        for form in self.forms:
-            if form.key in moments:
-                form.write(state, moments[form.key], slot.piece, slot.name, group["run_key"], step)
 
-    def _uniforms(
-        self, slot: _Slot, quantized: QuantizedTensor, group: dict[str, Any], step: int
-    ) -> Tensor:
-        return slot.piece.uniforms(group["run_key"], slot.tensor, step, quantized.codes.device)
+    def _fusible(self, quantized: QuantizedTensor, h: Step) -> bool:
+        """Return whether the one-pass kernel covers this arm and format."""
+        plain_arm = quantized.master is None and not self.kahan and h.lr != 0.0
+        known = all(form.dtype != "8bit" for form in self.forms) and not self.keeps_errors
+        return plain_arm and known and quantized.stored.format.has_scales
 
-    def _updated(self, slot: _Slot, quantized: QuantizedTensor, group: dict[str, Any]) -> Updated:
+    def _plain_rule(
+        self, slot: _Slot, quantized: QuantizedTensor, h: Step, key: RandomKey | None,
+        magnitude_S: Tensor | None,
+    ) -> int:  # fmt: skip
+        """Step a tensor in several passes; return 1 if its new values aren't finite."""
+        state, step = self.state[slot.param], int(self.state[slot.param]["step"])
+        target_RC, m, v, den = self._update(slot, quantized, h)
+        if not bool(torch.isfinite(target_RC).all()):
+            return 1
+        if h.lr != 0.0:
+            stride = slot.piece.full_columns
+            quantized.store(target_RC, key, row_stride=stride, magnitude_S=magnitude_S)
+            m = self._place_error(slot, quantized, target_RC, m, den, h)
+        for form, moment in zip(self.forms, (m, v), strict=False):
+            if moment is not None:
+                run_key = (key or slot.piece.key(0, 0, 0)).run_key
+                form.write(state, moment, slot.piece, slot.name, run_key, step)
+        return 0
+
+    def _update(
+        self, slot: _Slot, quantized: QuantizedTensor, h: Step
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | float]:
+        """Return unrounded new weights, moments and denominator; changes nothing."""
         piece, state = slot.piece, self.state[slot.param]
         if quantized.master is not None:
             w_RC = quantized.master.view(piece.rows, piece.columns)
@@ -255,22 +267,25 @@ class EcoOptimizer(Optimizer):
             w_RC = w_RC + plain(state["compensation"]).view(w_RC.shape).float()
         assert slot.param.grad is not None
         g_RC = plain(slot.param.grad).to(torch.float32).reshape(w_RC.shape)
-        return self.update(w_RC, g_RC, state, slot, group)
+        m = self.forms[0].read(state, piece)
+        if not h.adam:
+            target_RC, m = reference.sgd_update(w_RC, m, g_RC, h)
+            return target_RC, m, None, 1.0
+        return reference.adam_update(w_RC, m, self.forms[1].read(state, piece), g_RC, h)
 
     def _place_error(
-        self, slot: _Slot, quantized: QuantizedTensor, updated: Updated
-    ) -> dict[str, Tensor]:
-        """Put the rounding error where the arm wants it; return the moments to keep."""
+        self, slot: _Slot, quantized: QuantizedTensor, target_RC: Tensor, m_RC: Tensor,
+        den: Tensor | float, h: Step,
+    ) -> Tensor:  # fmt: skip
+        """Put the rounding error where the arm wants it; return the momentum to keep."""
         if quantized.master is not None:
-            quantized.master.view(updated.target_RC.shape).copy_(updated.target_RC)
-            return updated.moments
-        if not self.eco and not self.kahan:
-            return updated.moments
-        error_RC = updated.target_RC - quantized.values()
-        if self.kahan:
+            quantized.master.view(target_RC.shape).copy_(target_RC)
+        elif self.kahan:
+            error_RC = target_RC - quantized.values()
             plain(self.state[slot.param]["compensation"]).view(error_RC.shape).copy_(error_RC)
-            return updated.moments
-        return updated.moments | updated.inject(error_RC)
+        elif self.eco:
+            return self.inject(m_RC, target_RC - quantized.values(), den, h, slot)
+        return m_RC
 
     def _common_maxima(
         self, work: list[tuple[nn.Parameter, dict[str, Any]]]
@@ -283,12 +298,9 @@ class EcoOptimizer(Optimizer):
             quantized = local_quantized(param)
             if slot is None or quantized is None or not slot.piece.scale_groups:
                 continue
-            state = self.state[param]
-            state["step"] += 1
-            target_RC = self._updated(slot, quantized, group).target_RC
-            state["step"] -= 1
-            b = quantized.blocks
-            found[param] = reference.block_absmax(target_RC, b.rows_per_scale, b.cols_per_scale)
+            h = self.numbers(group, int(self.state[param]["step"]) + 1)
+            target_RC = self._update(slot, quantized, h)[0]
+            found[param] = magnitudes(target_RC, quantized.stored.format, quantized.blocks)
             for process_group in slot.piece.scale_groups:
                 wanted.setdefault(process_group.group_name, (process_group, []))[1].append(param)
         for process_group, params in wanted.values():
@@ -351,6 +363,13 @@ class EcoOptimizer(Optimizer):
         if self.inject_lr == "current":
             return lr or 1.0
         return float(group["next_lr"] or lr) or 1.0
+
+    def injection(self, group: dict[str, Any], beta: float, correction: float) -> float:
+        """Return the (negative) factor of the error in the momentum; 0 where none is injected."""
+        if not self.eco or self.kahan:
+            return 0.0
+        decay = float(group["lr"]) * group["weight_decay"] if self.decay_factor else 0.0
+        return (1 - decay) * correction / self.injection_lr(group) * (1 - 1 / beta)
 
     def _check_next_lr(self) -> None:
         if self.inject_lr == "next" and any(g["next_lr"] is None for g in self.param_groups):

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from thinwire.eco.formats import Format
 from thinwire.errors import ConfigError
-from thinwire.kernels.random import RandomKey, uniform
-from thinwire.kernels.random.reference import uniform as uniform_at
+from thinwire.kernels.random import RandomKey
 
 __all__ = ["Piece", "find_piece", "local_like", "plain", "shard_dim"]
 
@@ -44,17 +43,10 @@ class Piece:
     full_columns: int
     scale_groups: tuple[dist.ProcessGroup, ...]
 
-    def uniforms(self, run_key: int, tensor: int, step: int, device: torch.device) -> Tensor:
-        """Return the random numbers of this piece's elements, fp32 [R, C]."""
-        if self.columns == self.full_columns:
-            key = RandomKey(
-                run_key=run_key, tensor=tensor, step=step, offset=self.first_row * self.full_columns
-            )
-            return uniform(self.rows * self.columns, key, device).view(self.rows, self.columns)
-        row = torch.arange(self.first_row, self.first_row + self.rows, device=device)
-        column = torch.arange(self.columns, device=device) + self.first_column
-        index_RC = row[:, None] * self.full_columns + column
-        return uniform_at(index_RC, RandomKey(run_key=run_key).words[0], tensor, step)
+    def key(self, run_key: int, tensor: int, step: int) -> RandomKey:
+        """Return where this piece's random numbers start; rows are `full_columns` apart."""
+        offset = self.first_row * self.full_columns + self.first_column
+        return RandomKey(run_key=run_key, tensor=tensor, step=step, offset=offset)
 
 
 def shard_dim(placement: Any) -> int | None:

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.eco.formats import Format
 from thinwire.eco.placement import find_piece, local_like, plain
+from thinwire.eco.rounding import magnitudes
 from thinwire.eco.tensor import QuantizedTensor, Stored, local_quantized
 from thinwire.errors import ConfigError, NonFiniteError
-from thinwire.kernels.eco import reference
+from thinwire.kernels import eco as kernel
 from thinwire.kernels.random import tensor_id
 
 __all__ = ["Filter", "QuantizeReport", "block_linears", "experts", "quantize_", "round_activations"]
@@ -21,6 +22,7 @@ __all__ = ["Filter", "QuantizeReport", "block_linears", "experts", "quantize_", 
 Filter = Callable[[str, nn.Module, Tensor], bool]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_ACTIVATIONS = kernel.Quantizer("fp8_e4m3")
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -200,11 +202,10 @@ def _quantized(
     quantized = _empty(local, stored, master)
     absmax = None
     if piece.scale_groups:
-        b = quantized.blocks
-        absmax = reference.block_absmax(values_RC, b.rows_per_scale, b.cols_per_scale)
+        absmax = magnitudes(values_RC, form, quantized.blocks)
         for group in piece.scale_groups:
             dist.all_reduce(absmax, op=dist.ReduceOp.MAX, group=group)
-    quantized.store(values_RC, None, absmax)
+    quantized.store(values_RC, magnitude_S=absmax)
     if quantized.master is not None:
         quantized.master.copy_(values_RC.view(local.shape))
     whole = local_like(param, quantized) if isinstance(param, DTensor) else quantized
@@ -225,7 +226,8 @@ def round_activations(x: Tensor) -> Tensor:
     """Return x rounded to E4M3 with a scale per row of its last dimension, gradient untouched."""
     with torch.no_grad():
         rows = x.detach().float().reshape(-1, x.shape[-1])
-        rounded = reference.quantize(rows, "fp8_e4m3", 1, max(1, x.shape[-1]))
+        codes, scales = kernel.quantize(rows, _ACTIVATIONS)
+        rounded = kernel.dequantize(codes, scales, x.shape[-1], _ACTIVATIONS)
         step = rounded.view(x.shape).to(x.dtype) - x
     return x + step
 

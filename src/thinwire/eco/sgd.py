@@ -7,13 +7,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.comm import Ledger
-from thinwire.eco.optimizer import EcoOptimizer, Updated
+from thinwire.eco.optimizer import EcoOptimizer
 from thinwire.eco.placement import plain
 from thinwire.eco.state import StateForm
 from thinwire.errors import ConfigError
-from thinwire.kernels.eco import reference
+from thinwire.kernels.eco import Step
 
-__all__ = ["EcoSGD"]
+__all__ = ["EcoSGD", "exact_inject"]
+
+
+def exact_inject(m: Tensor, previous: Tensor, error: Tensor, h: Step) -> Tensor:
+    """Return m + (1 - lr wd) previous / lr + inject error: master weights' trajectory.
+
+    `h.inject` is -(1 - lr' wd) / (beta lr') with the next step's rate lr'.
+    """
+    return m + (h.decay / h.lr) * previous + h.inject * error
 
 
 class EcoSGD(EcoOptimizer):
@@ -86,30 +94,25 @@ class EcoSGD(EcoOptimizer):
             fused_backward=fused_backward,
         )
 
-    def update(
-        self, w_RC: Tensor, g_RC: Tensor, state: dict[str, Any], slot: Any, group: dict[str, Any]
-    ) -> Updated:
+    def numbers(self, group: dict[str, Any], step: int) -> Step:
         """See `EcoOptimizer`."""
-        lr = float(group["lr"])
-        later = group["next_lr"] if self.exact else None
-        numbers = reference.Sgd(
-            lr=lr,
-            momentum=group["momentum"],
-            weight_decay=group["weight_decay"],
-            inject_lr=float(later or lr) or 1.0 if self.exact else self.injection_lr(group),
-            decay_factor=self.decay_factor,
-        )
-        m = self.forms[0].read(state, slot.piece)
-        target_RC, m = reference.sgd_target(w_RC, g_RC, m, numbers)
+        lr, beta = float(group["lr"]), group["momentum"]
+        factor = self.injection(group, beta, 1.0)
+        if self.exact and lr:
+            next_lr = float(group["next_lr"] or lr)
+            factor = -(1 - next_lr * group["weight_decay"]) / (beta * next_lr)
+        return Step(lr=lr, b1=beta, weight_decay=group["weight_decay"], inject=factor, adam=False)
 
-        def inject(error: Tensor) -> dict[str, Tensor]:
-            if not self.exact:
-                return {"momentum_buffer": reference.sgd_inject(m, error, numbers)}
-            previous = self.forms[1].read(state, slot.piece)
-            buffer = reference.sgd_exact_inject(m, previous, error, numbers)
-            return {"momentum_buffer": buffer, "error": error}
-
-        return Updated(target_RC, {"momentum_buffer": m}, inject)
+    def inject(
+        self, m_RC: Tensor, error_RC: Tensor, den: Tensor | float, h: Step, slot: Any
+    ) -> Tensor:
+        """See `EcoOptimizer`."""
+        if not self.exact:
+            return super().inject(m_RC, error_RC, den, h, slot)
+        previous = plain(self.state[slot.param]["error"]).view(error_RC.shape)
+        m_RC = exact_inject(m_RC, previous, error_RC, h)
+        previous.copy_(error_RC)
+        return m_RC
 
     def plain_state(self, param: nn.Parameter) -> dict[str, Tensor]:
         """See `EcoOptimizer`."""

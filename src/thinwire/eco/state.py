@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.eco.placement import Piece, local_like, plain
 from thinwire.errors import ConfigError
-from thinwire.kernels.eco import reference
+from thinwire.kernels import eco as kernel
 from thinwire.kernels.random import tensor_id
 
 __all__ = ["STATE_DTYPES", "StateForm"]
@@ -27,6 +27,7 @@ __all__ = ["STATE_DTYPES", "StateForm"]
 STATE_DTYPES = ("fp32", "bf16", "8bit")
 COLUMNS = 256
 _SCALE = "_scale"
+_EIGHT_BITS = kernel.Quantizer("fp8_e4m3", COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,10 @@ class StateForm:
         x = plain(state[self.key]).view(piece.rows, piece.columns)
         if self.dtype != "8bit":
             return x.to(torch.float32)
-        scales = plain(state[self.key + _SCALE]).view(piece.rows, -1)
-        value = reference.decode(x, scales, "fp8_e4m3", piece.columns, 1, COLUMNS)
+        scales = plain(state[self.key + _SCALE])
+        if not x.numel():
+            return x.to(torch.float32)
+        value = kernel.dequantize(x, scales.view(-1), piece.columns, _EIGHT_BITS)
         return value.square() if self.is_square else value
 
     def write(
@@ -86,9 +89,11 @@ class StateForm:
             return
         if self.is_square:
             value_RC = value_RC.sqrt()
-        u = piece.uniforms(run_key, tensor_id(f"{name}/{self.key}"), step, x.device)
-        codes, scales = reference.encode(value_RC, "fp8_e4m3", 1, COLUMNS, u_RC=u)
+        if not x.numel():
+            return
+        key = piece.key(run_key, tensor_id(f"{name}/{self.key}"), step)
+        codes, scales = kernel.quantize(value_RC, _EIGHT_BITS, key, row_stride=piece.full_columns)
         if self.is_square:
             codes = torch.where((codes == 0) & (value_RC > 0), torch.ones_like(codes), codes)
         x.copy_(codes)
-        plain(state[self.key + _SCALE]).view(piece.rows, -1).copy_(scales)
+        plain(state[self.key + _SCALE]).view(-1).copy_(scales)

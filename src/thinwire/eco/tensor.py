@@ -22,8 +22,9 @@ from thinwire import _compat
 from thinwire.codecs import Codec
 from thinwire.eco.formats import Blocks, Format
 from thinwire.eco.placement import plain
+from thinwire.eco.rounding import decode, encode
 from thinwire.errors import ConfigError
-from thinwire.kernels.eco import reference
+from thinwire.kernels.random import RandomKey
 
 __all__ = ["QuantizedTensor", "Stored", "local_quantized"]
 
@@ -41,6 +42,7 @@ class Stored:
         shape: the tensor as FSDP2 shards it (split over tensor-parallel ranks already).
         recode: asked at each gather: the codec that carries the values instead of the stored
             codes, or None; set where weight gathers are compressed further.
+        recoded: the last such message and what it was made of.
     """
 
     name: str
@@ -48,10 +50,11 @@ class Stored:
     lead_dims: int
     shape: tuple[int, ...]
     recode: Callable[[], Codec | None] | None = None
+    recoded: tuple[Any, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out `recode`, which belongs to a live model."""
-        return self.__dict__ | {"recode": None}
+        return self.__dict__ | {"recode": None, "recoded": None}
 
     def blocks(self, shape: Sequence[int]) -> Blocks:
         """Return how a piece of this shape is cut."""
@@ -124,38 +127,27 @@ class QuantizedTensor(torch.Tensor):
         return sum(p.numel() * p.itemsize for p in parts)
 
     def matrix(self) -> tuple[Tensor, Tensor]:
-        """Return views of the codes [R, packed C] and the scales [S, G]."""
-        blocks = self.blocks
-        codes = self.codes.view(blocks.rows, self.codes.shape[-1])
-        if not self.stored.format.has_scales:
-            return codes, self.scales
-        return codes, self.scales.view(-1, blocks.matrix_scales[1])
+        """Return views of the codes [R, packed C] and the scales [S]."""
+        return self.codes.view(self.blocks.rows, self.codes.shape[-1]), self.scales.view(-1)
 
     def values(self) -> Tensor:
         """Return the fp32 values as a matrix [R, C]."""
         codes, scales = self.matrix()
-        b = self.blocks
-        return reference.decode(
-            codes, scales, self.stored.format.fmt, b.columns, b.rows_per_scale, b.cols_per_scale
-        )
+        return decode(codes, scales, self.stored.format, self.blocks)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return a plain tensor of the values."""
         return self.values().to(dtype or self.dtype).view(self.shape)
 
     @torch.no_grad()
-    def store(self, values_RC: Tensor, u_RC: Tensor | None, absmax_SG: Tensor | None) -> None:
-        """Replace codes and scales by the rounded values, in place.
-
-        Args:
-            values_RC: finite fp32 matrix.
-            u_RC: uniforms for stochastic rounding, None for nearest.
-            absmax_SG: largest values of blocks of which this piece is a part.
-        """
-        fmt, b = self.stored.format, self.blocks
-        codes, scales = reference.encode(
-            values_RC, fmt.fmt, b.rows_per_scale, b.cols_per_scale, pow2=fmt.pow2_scale,
-            u_RC=u_RC, absmax_SG=absmax_SG,
+    def store(
+        self, values_RC: Tensor, key: RandomKey | None = None, *, row_stride: int | None = None,
+        magnitude_S: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Replace codes and scales by the rounded values, in place; see `rounding.encode`."""
+        codes, scales = encode(
+            values_RC, self.stored.format, self.blocks, key,
+            row_stride=row_stride, magnitude_S=magnitude_S,
         )  # fmt: skip
         self.codes.copy_(codes.view(self.codes.shape))
         self.scales.copy_(scales.view(self.scales.shape))
@@ -219,16 +211,23 @@ class QuantizedTensor(torch.Tensor):
         padded = self.stored.padded_shape(num_ranks)
         codec = self.stored.recode() if self.stored.recode is not None else None
         if codec is not None:
-            flat = torch.zeros(math.prod(padded), device=self.codes.device)
-            flat[: self.numel()] = self.values().view(-1)
-            nbytes = codec.wire_nbytes(flat.numel(), flat.dtype)
-            codec.encode(flat, out=out[:nbytes])
+            recoded = self._recoded(codec, math.prod(padded))
+            out[: recoded.numel()] = recoded
             return out
         codes, scales = (_bytes(part) for part in (self.codes, self.scales))
         out[: codes.numel()] = codes
         start = self._scales_start(padded)
         out[start : start + scales.numel()] = scales
         return out
+
+    def _recoded(self, codec: Codec, numel: int) -> Tensor:
+        """Return the values of the padded shard by another codec, encoded once per state."""
+        key = (codec, self.versions())
+        if self.stored.recoded is None or self.stored.recoded[0] != key:
+            flat = torch.zeros(numel, device=self.codes.device)
+            flat[: self.numel()] = self.values().view(-1)
+            self.stored.recoded = (key, codec.encode(flat))
+        return self.stored.recoded[1]
 
     def _scales_start(self, padded: tuple[int, ...]) -> int:
         blocks = self.stored.blocks(padded)
@@ -265,7 +264,7 @@ class QuantizedTensor(torch.Tensor):
                 part.copy_(self._read(wire, len(wires_NW), part.shape[0]))
             else:
                 numel = rows * math.prod(self.stored.shape[1:])
-                used = wire[: codec.wire_nbytes(numel, torch.float32)]
+                used = wire[: codec.wire_nbytes(numel, torch.float32)].clone()
                 values = codec.decode(used, numel, torch.float32)
                 part.copy_(values[: part.numel()].view(part.shape))
 
@@ -274,14 +273,11 @@ class QuantizedTensor(torch.Tensor):
         padded = self.stored.padded_shape(num_ranks)
         fmt, b = self.stored.format, self.stored.blocks(padded)
         start = self._scales_start(padded)
-        codes = wire[:start].view(self.codes.dtype).view(b.rows, -1)
+        # Copies: kernels see them as numpy arrays, after which torch lets nobody resize their
+        # storage, as FSDP2 does to free it.
+        codes = wire[:start].clone().view(self.codes.dtype).view(b.rows, -1)
         scales = wire[start : start + 4 * math.prod(b.scale_shape)].clone().view(torch.float32)
-        if fmt.has_scales:
-            scales = scales.view(-1, b.matrix_scales[1])
-        values = reference.decode(
-            codes, scales, fmt.fmt, b.columns, b.rows_per_scale, b.cols_per_scale
-        )
-        return values.view(padded)[:rows]
+        return decode(codes, scales, fmt, b).view(padded)[:rows]
 
 
 def local_quantized(param: Tensor) -> QuantizedTensor | None:

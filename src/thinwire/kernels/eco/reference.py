@@ -1,275 +1,262 @@
-"""Quantized weights in plain torch: grids, scales, rounding, and the optimizer steps around them.
+"""ECO's quantizer and optimizer step in plain torch: the specification of the fused kernels.
 
-A matrix [R, C] is cut into blocks of `rows` x `cols` elements that share a scale:
+Legend: `R` rows (dim 0), `C` columns (the rest), `S` scales, `N` = R*C.
 
-    scale = max(absmax / rho, 2^-100),  1 for an all-zero block,  optionally a power of two
-    code  = round(clamp(x / scale, -rho, rho))  to the format's grid,  value = code * scale
+    scale = max(max|x| / rho, 2^-100) over the elements that share it, 1 where all are 0
+    y = clip(x / scale, -rho, rho);  q = round(y) on the format's grid;  x^ = q*scale
 
-Rounding is to nearest (ties to even), or stochastic with uniforms u in [0, 1): up with the
-probability that makes the mean exact. The step functions take any float dtype; in fp64 they are
-the oracles of the optimizers' identities.
+Step (th^ dequantized weights, m and v moments, g gradient; all fp32, or all fp64 as an oracle):
 
-Legend: `R` rows, `C` columns, `S G` blocks along rows and columns.
+    Adam:  m~ = b1*m + (1-b1)*g;  v = b2*v + (1-b2)*g^2;  den = sqrt(v/c2) + eps
+           th~ = (1 - lr*wd)*th^ - lr*(m~/c1)/den
+    SGD:   m~ = b1*m + (1-b1)*g;  den = 1;  th~ = (1 - lr*wd)*th^ - lr*m~
+    both:  th^' = q(th~);  e = th~ - th^';  m' = m~ + (inject*den)*e
 
-Reference: Nikdan et al., "ECO: Quantized Training without Full-Precision Master Weights",
-arXiv 2601.22101.
+The constant `inject` is (c1/lr)*(1 - 1/b1), negative; 0 drops the error (the naive arm).
+
+Reference: Nikdan et al., "ECO", arXiv 2601.22101; stochastic rounding on FP8's true spacing,
+scale floors and storage are thinwire's.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from thinwire.kernels.rounding import sqrt
+
 __all__ = [
     "RHO",
-    "Adam",
-    "Sgd",
-    "adam_inject",
-    "adam_target",
-    "block_absmax",
-    "decode",
-    "encode",
-    "pack",
+    "Quantizer",
+    "Step",
+    "absmax",
+    "adam_update",
+    "code_columns",
+    "dequantize",
+    "inject",
+    "num_scales",
     "quantize",
+    "quantize_with",
     "round_to_grid",
     "scale_of",
-    "sgd_exact_inject",
-    "sgd_inject",
-    "sgd_target",
-    "unpack",
+    "sgd_update",
+    "step",
+    "stochastic_bf16",
 ]
 
-# Largest grid point of each format; -8 of int4 and -128 of int8 are never used.
 RHO = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0}
-
-MIN_SCALE = 2.0**-100
-Quantizer = Callable[[Tensor], Tensor]
+_SCALE_FLOOR = 2.0**-100
 
 
-# -- grids --------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Quantizer:
+    """A storage format. `group`: elements of a row that share a scale; 0: the row; -1: all."""
+
+    fmt: str
+    group: int = 0
+    pow2_scale: bool = False
 
 
-def round_to_grid(y: Tensor, fmt: str, u: Tensor | None) -> Tensor:
-    """Return y rounded to the format's grid; stochastically if uniforms `u` are given.
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step's constants; `c1, c2` are 1 - beta^t, `inject` the error's coefficient."""
 
-    bf16 takes u as multiples of 2^-16: that is the random integer added below the kept bits.
-    """
-    if fmt == "bf16":
-        return _round_bf16(y, u)
-    rho = RHO[fmt]
-    y = y.clamp(-rho, rho)
-    if fmt == "fp8_e4m3":
-        if u is None:
-            return y.to(torch.float32).to(torch.float8_e4m3fn).to(y.dtype)
-        return _round_e4m3(y, u)
-    return y.round() if u is None else (y + u).floor().clamp(-rho, rho)
+    lr: float
+    b1: float
+    b2: float = 0.0
+    eps: float = 0.0
+    c1: float = 1.0
+    c2: float = 1.0
+    weight_decay: float = 0.0
+    inject: float = 0.0
+    adam: bool = True
 
-
-def _round_e4m3(y: Tensor, u: Tensor) -> Tensor:
-    # frexp gives |y| = f * 2^k with f in [0.5, 1): the exponent of y is k - 1. True spacing, also
-    # below the smallest normal number.
-    size = y.abs()
-    exponent = (torch.frexp(size).exponent - 1).clamp(min=-6)
-    gap = torch.ldexp(torch.ones_like(size), exponent - 3)
-    k = (size / gap).floor()
-    k = k + (u < size / gap - k)
-    return torch.copysign(k * gap, y)
+    @property
+    def decay(self) -> float:
+        """Return the factor of decoupled weight decay."""
+        return 1.0 - self.lr * self.weight_decay
 
 
-def _round_bf16(y: Tensor, u: Tensor | None) -> Tensor:
-    if u is None:
-        return y.to(torch.float32).to(torch.bfloat16).to(y.dtype)
-    bits = y.to(torch.float32).contiguous().view(torch.int32)
-    noise = (u * 65536).to(torch.int32)
-    return ((bits + noise) & -65536).view(torch.float32).to(y.dtype)
+def code_columns(columns: int, fmt: str) -> int:
+    """Return the bytes of one row of codes."""
+    return (columns + 1) // 2 if fmt == "int4" else columns
 
 
-def pack(q: Tensor, fmt: str) -> Tensor:
-    """Return grid values [R, C] as stored codes: uint8 [R, C], int4 [R, ceil(C/2)], or bf16."""
-    if fmt == "bf16":
-        return q.to(torch.bfloat16)
-    if fmt == "fp8_e4m3":
-        return q.to(torch.float8_e4m3fn).view(torch.uint8)
-    if fmt == "int8":
-        return q.to(torch.int8).view(torch.uint8)
-    nibbles = (q + 8).to(torch.uint8)
-    if nibbles.shape[1] % 2:
-        nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=8)
-    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+def _groups(columns: int, group: int) -> tuple[int, int]:
+    """Return (scales per row, elements per scale)."""
+    size = group if group > 0 else max(columns, 1)
+    return -(-columns // size), size
 
 
-def unpack(codes: Tensor, fmt: str, columns: int) -> Tensor:
-    """Return the fp32 grid values [R, C] of stored codes."""
-    if fmt == "bf16":
-        return codes.to(torch.float32)
-    if fmt == "fp8_e4m3":
-        return codes.view(torch.float8_e4m3fn).to(torch.float32)
-    if fmt == "int8":
-        return codes.view(torch.int8).to(torch.float32)
-    pairs = torch.stack((codes & 15, codes >> 4), -1).view(codes.shape[0], 2 * codes.shape[1])
-    return pairs[:, :columns].to(torch.float32) - 8
+def num_scales(rows: int, columns: int, group: int) -> int:
+    """Return S."""
+    return 1 if group < 0 else rows * max(_groups(columns, group)[0], 1)
 
 
-# -- scales -------------------------------------------------------------------------------------
-
-
-def block_absmax(x_RC: Tensor, rows: int, cols: int) -> Tensor:
-    """Return the largest absolute value of each block, [S, G]; an empty matrix has one zero row."""
-    num_rows, num_cols = x_RC.shape
-    groups = max(1, -(-num_cols // cols))
+def absmax(x_RC: Tensor, group: int) -> Tensor:
+    """Return the largest magnitude [S] over the elements that share a scale (NaN stays NaN)."""
+    rows, columns = x_RC.shape
     if x_RC.numel() == 0:
-        return x_RC.new_zeros(max(1, num_rows // rows), groups)
-    size = x_RC.abs()
-    if groups * cols != num_cols and groups > 1:
-        size = torch.nn.functional.pad(size, (0, groups * cols - num_cols))
-    return size.view(num_rows // rows, rows, groups, -1).amax((1, 3))
+        return x_RC.new_zeros(num_scales(rows, columns, group))
+    if group < 0:
+        return x_RC.abs().amax().view(1)
+    count, size = _groups(columns, group)
+    padded = torch.nn.functional.pad(x_RC.abs(), (0, count * size - columns))
+    return padded.view(rows * count, size).amax(1)
 
 
-def scale_of(absmax: Tensor, fmt: str, pow2: bool) -> Tensor:
-    """Return the scale of blocks with these largest values."""
-    scale = (absmax / RHO[fmt]).clamp(min=MIN_SCALE)
-    if pow2:
+def scale_of(absmax_S: Tensor, rho: float, pow2_scale: bool) -> Tensor:
+    """Return the scales [S] of these magnitudes."""
+    scale = (absmax_S / absmax_S.new_tensor(rho)).clamp_min(_SCALE_FLOOR)
+    if pow2_scale:
         mantissa, exponent = torch.frexp(scale)
         exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
         scale = torch.ldexp(torch.ones_like(scale), exponent)
-    return torch.where(absmax == 0, torch.ones_like(scale), scale)
+    return torch.where(absmax_S == 0, torch.ones_like(scale), scale)
 
 
-def _spread(scale_SG: Tensor, shape: torch.Size, rows: int, cols: int) -> Tensor:
-    """Return the scales as something that broadcasts against [R, C]."""
-    wide = scale_SG.repeat_interleave(rows, 0) if rows > 1 and scale_SG.shape[0] > 1 else scale_SG
-    return wide if wide.shape[1] == 1 else wide.repeat_interleave(cols, 1)[:, : shape[1]]
+def _expand(scale_S: Tensor, rows: int, columns: int, group: int) -> Tensor:
+    """Return the scale of every element [R, C] (or broadcastable to it)."""
+    if group < 0:
+        return scale_S.view(1, 1)
+    count, size = _groups(columns, group)
+    return scale_S.view(rows, max(count, 1)).repeat_interleave(size, 1)[:, :columns]
 
 
-def encode(
-    x_RC: Tensor, fmt: str, rows: int, cols: int, *, pow2: bool = False,
-    u_RC: Tensor | None = None, absmax_SG: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return codes and fp32 scales [S, G] of a matrix.
+def round_to_grid(y: Tensor, fmt: str, u: Tensor | None) -> Tensor:
+    """Return y, within [-rho, rho], rounded to the grid: to nearest even, or with uniforms u."""
+    if fmt != "fp8_e4m3":
+        rho = RHO[fmt]
+        return torch.round(y) if u is None else torch.floor(y + u).clamp(-rho, rho)
+    exponent = (torch.frexp(y)[1] - 1).clamp_min(-6) - 3
+    a = torch.ldexp(y.abs(), -exponent)  # in units of the spacing: exact
+    k = torch.round(a) if u is None else torch.floor(a)
+    if u is not None:
+        k = k + (u < a - k).to(k.dtype)
+    return torch.copysign(torch.ldexp(k, exponent), y)
+
+
+def _to_codes(q_RC: Tensor, fmt: str) -> Tensor:
+    if fmt == "fp8_e4m3":
+        return q_RC.float().to(torch.float8_e4m3fn).view(torch.uint8)
+    if fmt == "int8":
+        return q_RC.to(torch.int8).view(torch.uint8)
+    nibbles = torch.nn.functional.pad(q_RC, (0, q_RC.shape[1] % 2)) + 8
+    nibbles = nibbles.to(torch.uint8)
+    return nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
+
+
+def _from_codes(codes: Tensor, columns: int, fmt: str) -> Tensor:
+    if fmt == "fp8_e4m3":
+        return codes.contiguous().view(torch.float8_e4m3fn).float()
+    if fmt == "int8":
+        return codes.contiguous().view(torch.int8).float()
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(1)[:, :columns].float() - 8
+
+
+def quantize_with(
+    x_RC: Tensor, scale_S: Tensor, quantizer: Quantizer, u: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return codes uint8 and the dequantized values [R, C] for given scales."""
+    rho = RHO[quantizer.fmt]
+    scale = _expand(scale_S, *x_RC.shape, quantizer.group)
+    q = round_to_grid((x_RC / scale).clamp(-rho, rho), quantizer.fmt, u)
+    return _to_codes(q, quantizer.fmt), q * scale
+
+
+def quantize(x_RC: Tensor, quantizer: Quantizer, u: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return codes uint8 [R, code_columns] and scales fp32 [S] of a finite fp32 [R, C]."""
+    magnitude = absmax(x_RC, quantizer.group)
+    scale = scale_of(magnitude, RHO[quantizer.fmt], quantizer.pow2_scale)
+    return quantize_with(x_RC, scale, quantizer, u)[0], scale
+
+
+def dequantize(codes: Tensor, scale_S: Tensor, columns: int, quantizer: Quantizer) -> Tensor:
+    """Return fp32 [R, C]."""
+    q = _from_codes(codes, columns, quantizer.fmt)
+    return q * _expand(scale_S, codes.shape[0], columns, quantizer.group)
+
+
+def adam_update(
+    theta: Tensor, m: Tensor, v: Tensor, g: Tensor, h: Step
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return th~, m~, v and den of an AdamW step from dequantized weights."""
+    m = h.b1 * m + (1 - h.b1) * g
+    v = h.b2 * v + (1 - h.b2) * (g * g)
+    den = sqrt(v / v.new_tensor(h.c2)) + h.eps
+    theta = h.decay * theta - (h.lr * (m / m.new_tensor(h.c1))) / den
+    return theta, m, v, den
+
+
+def sgd_update(theta: Tensor, m: Tensor, g: Tensor, h: Step) -> tuple[Tensor, Tensor]:
+    """Return th~ and m~ of a momentum SGD step."""
+    m = h.b1 * m + (1 - h.b1) * g
+    return h.decay * theta - h.lr * m, m
+
+
+def inject(m: Tensor, error: Tensor, den: Tensor | float, h: Step) -> Tensor:
+    """Return m' = m~ + (inject*den)*e."""
+    return m + (h.inject * den) * error if h.inject else m
+
+
+def _temporary(
+    codes: Tensor, scales: Tensor, g: Tensor, m: Tensor, v: Tensor | None, q: Quantizer, h: Step
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | float]:
+    theta = dequantize(codes, scales, g.shape[1], q)
+    if v is None:
+        theta, new_m = sgd_update(theta, m.float(), g.float(), h)
+        return theta, new_m, None, 1.0
+    return adam_update(theta, m.float(), v.float(), g.float(), h)
+
+
+def step_absmax(
+    codes: Tensor, scales: Tensor, g: Tensor, m: Tensor, v: Tensor | None, q: Quantizer, h: Step
+) -> Tensor:
+    """Return the magnitudes [S] of th~, changing nothing."""
+    return absmax(_temporary(codes, scales, g, m, v, q, h)[0], q.group)
+
+
+def step(
+    codes: Tensor,
+    scales: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor | None,
+    quantizer: Quantizer,
+    h: Step,
+    u: Tensor | None,
+    magnitude: Tensor | None = None,
+) -> int:
+    """Take one step in place; return how many scales were left alone for a non-finite th~.
 
     Args:
-        x_RC: fp32 values, finite.
-        fmt: format, a key of `RHO` or "bf16" (whose scales are empty).
-        rows: rows of a block.
-        cols: columns of a block; the last block of a row may be narrower.
-        pow2: round scales up to powers of two.
-        u_RC: uniforms for stochastic rounding; None rounds to nearest.
-        absmax_SG: largest values to use instead of the matrix's own (of a whole that was split).
+        codes: uint8 [R, code_columns]; scales: fp32 [S].
+        g: gradient [R, C], fp32, bf16 or fp16; m, v: moments [R, C], fp32 or bf16 (v None: SGD).
+        quantizer: format and granularity.
+        h: the step's constants.
+        u: uniforms [R, C] for stochastic rounding, or None.
+        magnitude: None, or the magnitudes [S] agreed over the ranks that share them.
     """
-    if fmt == "bf16":
-        return pack(round_to_grid(x_RC, fmt, u_RC), fmt), x_RC.new_empty(0)
-    absmax_SG = block_absmax(x_RC, rows, cols) if absmax_SG is None else absmax_SG
-    scale_SG = scale_of(absmax_SG, fmt, pow2)
-    y = x_RC / _spread(scale_SG, x_RC.shape, rows, cols)
-    return pack(round_to_grid(y, fmt, u_RC), fmt), scale_SG
+    theta, new_m, new_v, den = _temporary(codes, scales, g, m, v, quantizer, h)
+    if magnitude is None:
+        magnitude = absmax(theta, quantizer.group)
+    bad_S = ~torch.isfinite(magnitude)
+    scale = scale_of(magnitude.masked_fill(bad_S, 0.0), RHO[quantizer.fmt], quantizer.pow2_scale)
+    bad = _expand(bad_S, *theta.shape, quantizer.group).expand_as(theta)
+    theta = theta.masked_fill(bad, 0.0)
+    new_codes, new_theta = quantize_with(theta, scale, quantizer, u)
+    new_m = inject(new_m, theta - new_theta, den, h)
+    m.copy_(torch.where(bad, m.float(), new_m))
+    if v is not None and new_v is not None:
+        v.copy_(torch.where(bad, v.float(), new_v))
+    bad_codes = bad[:, ::2] if quantizer.fmt == "int4" else bad
+    codes.copy_(torch.where(bad_codes, codes, new_codes))
+    scales.copy_(torch.where(bad_S, scales, scale))
+    return int(bad_S.sum())
 
 
-def decode(codes: Tensor, scale_SG: Tensor, fmt: str, columns: int, rows: int, cols: int) -> Tensor:
-    """Return the fp32 values [R, C] of codes and scales."""
-    q = unpack(codes, fmt, columns)
-    return q if fmt == "bf16" else q * _spread(scale_SG, q.shape, rows, cols)
-
-
-def quantize(x_RC: Tensor, fmt: str, rows: int, cols: int, u_RC: Tensor | None = None) -> Tensor:
-    """Return decode(encode(x))."""
-    codes, scale = encode(x_RC, fmt, rows, cols, u_RC=u_RC)
-    return decode(codes, scale, fmt, x_RC.shape[1], rows, cols)
-
-
-# -- steps --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Adam:
-    """The numbers of one AdamW step.
-
-    Attributes:
-        lr: learning rate of this step.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled decay.
-        step: steps taken, this one included.
-        inject_lr: learning rate that the injection divides by.
-        decay_factor: multiply the injection by 1 - lr * weight_decay.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-    inject_lr: float
-    decay_factor: bool = False
-
-    @property
-    def correction1(self) -> float:
-        """Return 1 - beta1^step."""
-        return 1 - self.beta1**self.step
-
-    @property
-    def correction2(self) -> float:
-        """Return 1 - beta2^step."""
-        return 1 - self.beta2**self.step
-
-    @property
-    def injection(self) -> float:
-        """Return the (negative) factor of den * error in the first moment."""
-        factor = 1 - self.lr * self.weight_decay if self.decay_factor else 1.0
-        return factor * self.correction1 / self.inject_lr * (1 - 1 / self.beta1)
-
-
-def adam_target(
-    w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Adam
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the unrounded new weights, both new moments and the denominator."""
-    m = m * h.beta1 + g * (1 - h.beta1)
-    v = v * h.beta2 + g * g * (1 - h.beta2)
-    den = (v / h.correction2).sqrt() + h.eps
-    target = w * (1 - h.lr * h.weight_decay) - (m / den) * (h.lr / h.correction1)
-    return target, m, v, den
-
-
-def adam_inject(m: Tensor, den: Tensor, error: Tensor, h: Adam) -> Tensor:
-    """Return the first moment that carries the rounding error."""
-    return m + h.injection * (den * error)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sgd:
-    """The numbers of one step of SGD with an averaged momentum.
-
-    Attributes:
-        lr: learning rate of this step.
-        momentum: beta of m = beta * m + (1 - beta) * g.
-        weight_decay: decoupled decay.
-        inject_lr: learning rate that the injection divides by; the next step's in the exact rule.
-        decay_factor: multiply the injection by 1 - lr * weight_decay.
-    """
-
-    lr: float
-    momentum: float
-    weight_decay: float
-    inject_lr: float
-    decay_factor: bool = False
-
-
-def sgd_target(w: Tensor, g: Tensor, m: Tensor, h: Sgd) -> tuple[Tensor, Tensor]:
-    """Return the unrounded new weights and the new momentum."""
-    m = m * h.momentum + g * (1 - h.momentum)
-    return w * (1 - h.lr * h.weight_decay) - m * h.lr, m
-
-
-def sgd_inject(m: Tensor, error: Tensor, h: Sgd) -> Tensor:
-    """Return the momentum that carries the rounding error."""
-    factor = 1 - h.lr * h.weight_decay if h.decay_factor else 1.0
-    return m + factor / h.inject_lr * (1 - 1 / h.momentum) * error
-
-
-def sgd_exact_inject(m: Tensor, previous: Tensor, error: Tensor, h: Sgd) -> Tensor:
-    """Return the momentum whose trajectory equals master weights', from two steps' errors."""
-    now = (1 - h.lr * h.weight_decay) / h.lr
-    later = (1 - h.inject_lr * h.weight_decay) / (h.momentum * h.inject_lr)
-    return m + now * previous - later * error
+def stochastic_bf16(x: Tensor, word: Tensor) -> Tensor:
+    """Round fp32 to bf16 by adding `word >> 16` (int64 words in [0, 2^32)) to its bits."""
+    bits = x.view(torch.int32).long() + (word >> 16)
+    rounded = ((bits >> 16) << 16).to(torch.int32).view(torch.float32)
+    return torch.where(torch.isfinite(x), rounded, x).to(torch.bfloat16)
