@@ -5,6 +5,7 @@ from thinwire.taco.plan import Report, parallelize
 from thinwire.taco.styles import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -14,6 +15,7 @@ __all__ = [
     "ColwiseParallel",
     "Link",
     "PrepareModuleInput",
+    "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "Report",
     "RowwiseParallel",

@@ -298,7 +298,7 @@ class Trainer:
             "result": self._result(step_s),
             "ledger": ledgers[0],
             "ledger_ranks": ledgers,
-            "exemptions": [_plain(e) for e in self.ledger.exemptions],
+            "exemptions": [_plain(e) for e in self.ledger.all_exemptions()],
             "memory": self._memory(),
             "layer_errors": layer_errors(self.systems),
         }
