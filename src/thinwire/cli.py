@@ -1,4 +1,4 @@
-"""The command line: `thinwire train | compare | lab | bench | report | recipes | env`.
+"""The command line: `thinwire train | compare | bench | report | recipes | env`.
 
 Errors a user can cause are one line on standard error, exit status 2. torch is imported by the
 commands that need it only.
@@ -28,7 +28,6 @@ usage: thinwire COMMAND ...
                      train; `thinwire train --help` lists every setting
   report DIR...      one HTML page of one or several runs
   compare R1 R2 ...  run recipes over several seeds and compare
-  lab R1 R2 ...      run recipes over shaped links
   bench              time the codecs
   recipes            list the recipes
   env                versions, devices and extras
@@ -73,9 +72,17 @@ def _status(error: ThinwireError) -> int:
 
 
 def _train(args: list[str]) -> int:
+    from thinwire.train.axes import check_layout, resolve_axes
     from thinwire.train.launch import launch
     from thinwire.train.parse import config_from_args, to_dict
     from thinwire.train.recipes import DEFAULT
+    from thinwire.train.saved import (
+        check_same,
+        newest_checkpoint,
+        read_meta,
+        refuse_to_mix,
+        run_folder,
+    )
 
     if any(a in ("-h", "--help") for a in args):
         print(TRAIN_USAGE.format(default=DEFAULT))
@@ -86,18 +93,32 @@ def _train(args: list[str]) -> int:
     base = _base(rest, config_file, resume)
     config = config_from_args(rest, base)
     if resume and base.out == config.out and "--out" not in rest:
-        config = replace(config, out=str(_run_folder(Path(resume))))
+        config = replace(config, out=str(run_folder(Path(resume))))
     where = (resume or config.out) if resume is not None else None
+    if where is None:
+        refuse_to_mix(Path(config.out))
+    else:
+        found = newest_checkpoint(Path(where))
+        check_same(found, read_meta(found)["config"], config)
+    under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
+    if under_torchrun and nproc is not None:
+        raise ConfigError("--nproc starts local ranks itself: leave it out under torchrun")
+    ranks = _positive(os.environ["WORLD_SIZE"] if under_torchrun else nproc or "1", "--nproc")
+    check_layout(config, resolve_axes(config.mesh, ranks))
     payload = {
         "config": to_dict(config),
         "resume": where,
         "progress": sys.stderr.isatty(),
         "device": config.compute.device,
     }
-    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-        return _train_under_torchrun(payload, nproc)
-    run = launch(_positive(nproc or "1", "--nproc"), "thinwire.train.worker:train_job", payload)[0]
-    _print_result(run)
+    if under_torchrun:
+        from thinwire.train.worker import run_under_torchrun
+
+        run = run_under_torchrun(payload)
+    else:
+        run = launch(ranks, "thinwire.train.worker:train_job", payload)[0]
+    if run:  # rank 0
+        _print_result(run)
     return 0
 
 
@@ -105,28 +126,14 @@ def _base(rest: list[str], config_file: str | None, resume: str | None) -> Any:
     """Return the configuration to start from, taking the recipe's name off the arguments."""
     from thinwire.train.parse import from_dict, load
     from thinwire.train.recipes import DEFAULT, recipe
+    from thinwire.train.saved import newest_checkpoint, read_meta
 
     name = rest.pop(0) if rest and not rest[0].startswith("-") else None
     if name is None and config_file is None and resume is not None:
-        saved = _saved_config(Path(resume or _out(rest)))
-        return from_dict(saved)
+        meta = read_meta(newest_checkpoint(Path(resume or _out(rest))))
+        return replace(from_dict(meta["config"]), stop_after=0)
     base = recipe(name or DEFAULT) if name or config_file is None else None
     return load(config_file, base) if config_file is not None else base
-
-
-def _saved_config(path: Path) -> dict[str, Any]:
-    import json
-
-    found = [path / "thinwire.json", *sorted(path.glob("checkpoints/step-*/thinwire.json"))]
-    found = [p for p in found if p.is_file()]
-    if not found:
-        raise ConfigError(f"no checkpoint in {path}: nothing to resume from")
-    return json.loads(found[-1].read_text())["config"]
-
-
-def _run_folder(path: Path) -> Path:
-    """Return the run's folder for a checkpoint in it, other folders as they are."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
 def _out(rest: list[str]) -> str:
@@ -158,17 +165,6 @@ def _positive(text: str, flag: str) -> int:
     return int(text)
 
 
-def _train_under_torchrun(payload: dict[str, Any], nproc: str | None) -> int:
-    if nproc is not None:
-        raise ConfigError("--nproc starts local ranks itself: leave it out under torchrun")
-    from thinwire.train.worker import run_under_torchrun
-
-    run = run_under_torchrun(payload)
-    if run:
-        _print_result(run)
-    return 0
-
-
 def _print_result(run: dict[str, Any]) -> None:
     from thinwire.report import write
     from thinwire.train.tables import byte_table
@@ -185,21 +181,12 @@ def _print_result(run: dict[str, Any]) -> None:
     print(f"numbers in {out}/run.json and {out}/metrics.jsonl; report: {page}")
 
 
-def _report(args: list[str]) -> int:
-    import tyro
-
-    from thinwire.report import ReportConfig, report
-
-    print(report(tyro.cli(ReportConfig, args=args, prog="thinwire report")))
-    return 0
-
-
 def _recipes(args: list[str]) -> int:
     from thinwire.train.recipes import DEFAULT, RECIPES
 
     for name, make in RECIPES.items():
         mark = "  (default)" if name == DEFAULT else ""
-        print(f"{name:<14}{(make.__doc__ or '').splitlines()[0]}{mark}")
+        print(f"{name:<20}{(make.__doc__ or '').splitlines()[0]}{mark}")
     return 0
 
 
@@ -222,9 +209,22 @@ def _env(args: list[str]) -> int:
     return 0
 
 
-def _elsewhere(module: str) -> Callable[[list[str]], int]:
-    """Return a command that hands its arguments to `module.main(args) -> status`."""
-    return lambda args: importlib.import_module(module).main(args)
+def _compare(args: list[str]) -> int:
+    from thinwire.lab.compare import main as compare
+    from thinwire.report import write_compare
+
+    # The experiment and its page are independent of each other: they meet here.
+    return compare(args, write_compare)
+
+
+def _elsewhere(name: str) -> Callable[[list[str]], int]:
+    """Return a command that hands its arguments to `name.main(args) -> status`."""
+
+    def run(args: list[str]) -> int:
+        module = importlib.import_module(name)
+        return int(module.main(args))
+
+    return run
 
 
 EXTRAS = {
@@ -236,9 +236,8 @@ EXTRAS = {
 }
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "report": _report,
-    "compare": _elsewhere("thinwire.lab.compare"),
-    "lab": _elsewhere("thinwire.lab"),
+    "report": _elsewhere("thinwire.report"),
+    "compare": _compare,
     "bench": _elsewhere("thinwire.lab.bench"),
     "recipes": _recipes,
     "env": _env,

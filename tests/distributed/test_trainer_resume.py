@@ -99,7 +99,7 @@ def test_another_layout_continues_from_a_checkpoint(root, name):
 
 def test_a_torn_save_is_ignored(root):
     """A folder that a killed run left behind is not a checkpoint."""
-    from thinwire.train.checkpoint import find_checkpoint
+    from thinwire.train.saved import find_checkpoint
 
     out = root / "static" / "stop3"
     torn = root / "torn"

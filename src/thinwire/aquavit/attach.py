@@ -175,6 +175,9 @@ def _install(handle: Handle, name: str, module: FSDPModule, segments: list[Segme
     if handle.gradients is not None:
         # The sum of decoded messages is ours; FSDP2 then divides by the data-parallel size.
         module.set_force_sum_reduction_for_comms(True)
+        group = _compat.shard_group(module)
+        if handle.error_feedback and group is not None:
+            handle.reduces[name].keep_residual(group.size(), segments[0].param.device)
 
 
 def _note_grad_mode(handle: Handle) -> Callable[..., None]:

@@ -184,9 +184,17 @@ class Handle:
         return {name: (e / w).item() for name, (e, w) in zip(local, sums, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resume needs: the schedule, the step and the running level."""
+        """Return what resume needs: schedule, step, running level, and this rank's residuals.
+
+        Residuals differ between ranks, so their keys name the rank; a checkpoint that has them
+        resumes on the same number of ranks.
+        """
         schedule = asdict(self.schedule) if isinstance(self.schedule, Schedule) else None
-        return {"schedule": schedule, "step": self.step, "index": self._index}
+        state: dict[str, Any] = {"schedule": schedule, "step": self.step, "index": self._index}
+        residuals = {n: r.residual for n, r in self.reduces.items() if r.residual is not None}
+        if residuals:
+            state["residuals"] = {f"rank{dist.get_rank()}": residuals}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved step and level; `total_steps` may have changed, no other constant.
@@ -206,6 +214,14 @@ class Handle:
                 "the checkpoint was written with another precision schedule "
                 f"(differs in: {', '.join(differ) or 'kind'}): use the same one, or start anew"
             )
+        for name, residual in state.get("residuals", {}).get(f"rank{dist.get_rank()}", {}).items():
+            reduce = self.reduces[name]
+            if reduce.residual is None or reduce.residual.shape != residual.shape:
+                raise CheckpointError(
+                    f"the gradient residual of module {name!r} was saved on another number of "
+                    "ranks: resume on that number, or without error feedback"
+                )
+            reduce.residual.copy_(residual)
         self._index = state["index"]
         self.set_step(state["step"])
 

@@ -38,6 +38,11 @@ class GradientReduce(_compat.ReduceScatter):
         self.segments = [s for s in segments if s.param.sharded_param.requires_grad]
         self.residual: Tensor | None = None
 
+    def keep_residual(self, num_ranks: int, device: torch.device) -> None:
+        """Allocate the fp32 error [R, N] that feedback adds to the next gradient."""
+        numel = sum(s.numel for s in self.segments)
+        self.residual = torch.zeros(num_ranks, numel, device=device)
+
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -83,10 +88,9 @@ class GradientReduce(_compat.ReduceScatter):
 
     def _encode(self, codec: Codec, spans: list[Span], grads_RN: Tensor) -> Tensor:
         """Return the messages [R, W]; flags all of them if any gradient is not finite."""
-        if self.handle.error_feedback:
-            if self.residual is None:
-                self.residual = torch.zeros_like(grads_RN)
-            grads_RN = grads_RN + self.residual
+        residual = self.residual
+        if residual is not None:
+            grads_RN = grads_RN + residual
         num_ranks, nbytes = grads_RN.shape[0], spans[-1].bytes.stop
         messages = grads_RN.new_empty(num_ranks, nbytes, dtype=torch.uint8)
         bad = self.handle.nonfinite == "raise" and not bool(torch.isfinite(grads_RN).all())
@@ -99,9 +103,9 @@ class GradientReduce(_compat.ReduceScatter):
                 continue
             for part, out in zip(part_RN, out_RW, strict=True):
                 codec.encode(part, out=out)
-            if self.handle.error_feedback and not bad:
+            if residual is not None and not bad:
                 decoded = codec.decode(out_RW, span.segment.numel, part_RN.dtype)
-                self.residual[:, span.elements] = part_RN - decoded  # type: ignore[index]
+                residual[:, span.elements] = part_RN - decoded
         return messages
 
     def _decode(self, codec: Codec, spans: list[Span], wires: Tensor, output: Tensor) -> None:

@@ -36,6 +36,7 @@ class Level:
 LEVEL_PRESETS: dict[str, tuple[tuple[int, int], ...]] = {
     "full18": tuple((b, g) for b in (2, 4, 6) for g in _BLOCKS),
     "coarse9": tuple((b, g) for b in (2, 4, 6) for g in (1024, 512, 32)),
+    "widths": tuple((b, 2048) for b in (2, 4, 6, 8)),
 }
 
 
@@ -51,7 +52,7 @@ class Schedule:
         total_steps: planned optimizer steps of the run.
         a: offset of the hyperbola.
         c: slope of the hyperbola.
-        levels: "full18", "coarse9" or pairs (bits, block_size).
+        levels: "full18", "coarse9", "widths" or pairs (bits, block_size).
         curve: "hyperbolic" or "linear".
         pick: "nearest", "ceil" (lowest level at or above the target) or "floor".
         measure: "bpw" compares levels by payload and metadata, "payload" by payload bits alone

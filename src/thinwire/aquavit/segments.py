@@ -19,7 +19,7 @@ from thinwire import _compat
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError
 
-__all__ = ["Rules", "Segment", "Span", "clean_name", "find_segments", "lay_out"]
+__all__ = ["Rules", "Segment", "Span", "clean_name", "find_segments", "lay_out", "reason_raw"]
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -38,17 +38,20 @@ class Rules:
     min_shard_numel: int = 4096
     quantize_frozen: bool = False
 
-    def reason_raw(self, name: str, param: Any, numel: int) -> str | None:
-        """Return why a parameter is sent raw, or None if it is quantized."""
-        if any(fnmatch(name, pattern) for pattern in self.exclude):
-            return "excluded by name"
-        if len(param._orig_size) <= 1:
-            return "fewer than 2 dimensions"
-        if not param.sharded_param.requires_grad and not self.quantize_frozen:
-            return "frozen"
-        if numel < self.min_shard_numel:
-            return f"shard under {self.min_shard_numel} elements"
-        return None
+
+def reason_raw(
+    rules: Rules, name: str, num_dims: int, requires_grad: bool, shard_numel: int
+) -> str | None:
+    """Return why a parameter is sent raw, or None if it is quantized."""
+    if any(fnmatch(name, pattern) for pattern in rules.exclude):
+        return "excluded by name"
+    if num_dims <= 1:
+        return "fewer than 2 dimensions"
+    if not requires_grad and not rules.quantize_frozen:
+        return "frozen"
+    if shard_numel < rules.min_shard_numel:
+        return f"shard under {rules.min_shard_numel} elements"
+    return None
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,9 @@ def find_segments(model: nn.Module, module: FSDPModule, rules: Rules) -> list[Se
                 "brings its own all-gather format: leave its module out, or drop the subclass"
             )
         numel = param.padded_sharded_param_size.numel()
-        segments.append(Segment(name, numel, rules.reason_raw(name, param, numel), param))
+        trains = param.sharded_param.requires_grad
+        reason = reason_raw(rules, name, len(param._orig_size), trains, numel)
+        segments.append(Segment(name, numel, reason, param))
     return segments
 
 

@@ -84,8 +84,8 @@ class Hadamard:
         # error of one output at most sqrt(group) times the largest error there.
         spread = float(self.group) if self.hadamard else 1.0
         fits = self.target in (None, kernel.FORMATS[self.fmt])
-        error = unit[self.fmt] * spread * 1.001 if fits else None
-        return CodecFacts(max_error=error, granule=self.group)
+        max_error = unit[self.fmt] * spread * 1.001 if fits else None
+        return CodecFacts(max_error=max_error, granule=self.group)
 
     def num_groups(self, numel: int) -> int:
         """Return how many groups a message of `numel` elements sends."""

@@ -30,12 +30,12 @@ from torch.optim import Optimizer
 from thinwire.errors import CheckpointError
 from thinwire.train.config import Config
 from thinwire.train.model import Transformer
-from thinwire.train.parse import config_hash, numeric_settings, to_dict
+from thinwire.train.parse import config_hash, to_dict
+from thinwire.train.saved import META, check_same, find_checkpoint, read_meta
 from thinwire.train.systems import System
 
-__all__ = ["Checkpointer", "find_checkpoint", "read_meta"]
+__all__ = ["Checkpointer"]
 
-META = "thinwire.json"
 # Flat keys per parameter name let another layout load the optimizer's state.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -91,7 +91,7 @@ class Checkpointer:
             CheckpointError: unreadable, or of another configuration (names the settings).
         """
         meta = read_meta(path)
-        _check_same(path, meta["config"], self.config)
+        check_same(path, meta["config"], self.config)
         state = self._state()
         try:
             load(state, checkpoint_id=path)
@@ -123,40 +123,6 @@ class Checkpointer:
                 failure = [str(error)]
         dist.broadcast_object_list(failure, src=0)
         return failure[0]
-
-
-def find_checkpoint(path: Path) -> Path | None:
-    """Return `path` if it is a checkpoint, else the newest in it or in its `checkpoints` folder."""
-    if (path / META).is_file():
-        return path
-    found = [p.parent for base in (path, path / "checkpoints") for p in base.glob(f"step-*/{META}")]
-    return max(found, key=lambda p: p.name, default=None)
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """Return the thinwire.json of a checkpoint.
-
-    Raises:
-        CheckpointError: missing or broken.
-    """
-    try:
-        return json.loads((path / META).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read checkpoint {path}: {error}") from None
-
-
-def _check_same(path: Path, saved: Mapping[str, Any], config: Config) -> None:
-    old, new = numeric_settings(saved), numeric_settings(to_dict(config))
-    differ = [
-        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-    if differ:
-        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise CheckpointError(
-            f"checkpoint {path} was written by another configuration: {'; '.join(differ[:3])}{more}"
-        )
 
 
 def _fresh(folder: Path) -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "Config",
     "Data",
     "Evaluation",
+    "Gradients",
     "Mesh",
     "Model",
     "Optim",
@@ -154,14 +155,47 @@ class Compute:
 class Weights:
     """The sharded-weight gather (link "weights")."""
 
-    codec: Literal["dense", "static"] = "dense"
-    """dense sends the compute dtype; static sends block-quantized weights of fixed width."""
+    codec: Literal["dense", "bf16", "static", "aquavit", "difference"] = "dense"
+    """dense sends the compute dtype; bf16 rounds to bfloat16 whatever the compute dtype; static
+    sends block-quantized weights of fixed width; aquavit a width that ascends during the run;
+    difference the change since the last gather."""
     bits: Literal[2, 4, 6, 8] = 6
-    """Bits per weight."""
+    """Bits per weight (static, difference)."""
     block_size: int = 128
-    """Weights that share a scale."""
+    """Weights that share a scale (static, difference)."""
+    symmetric: bool = False
+    """One scale around zero per block, no minimum (static, difference)."""
+    levels: Literal["full18", "coarse9", "widths"] = "full18"
+    """Levels of (bits, block size) that aquavit ascends through; widths keeps one block size."""
+    a: float = 0.9
+    """Offset of aquavit's hyperbola 8 - 6/(a + c*s)."""
+    c: float = 5.0
+    """Slope of aquavit's hyperbola."""
+    curve: Literal["hyperbolic", "linear"] = "hyperbolic"
+    """Shape of aquavit's ascent."""
+    pick: Literal["nearest", "ceil", "floor"] = "nearest"
+    """Which level stands for a target between two."""
+    keep_wire: Literal["none", "forward", "accumulate"] = "none"
+    """Keep gathered wire bytes from forward to backward, or over a step's micro-batches."""
     min_shard_numel: int = 1024
     """Shards with fewer weights travel uncompressed, listed as exempt."""
+    virtual_ranks: int = 0
+    """On a single rank: compute with the weights that this many sharded ranks would gather (for
+    quality studies; nothing travels); 0 does not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradients:
+    """FSDP2's gradient reduce-scatter (link "gradients")."""
+
+    codec: Literal["dense", "int8", "int4"] = "dense"
+    """dense reduces the reduce dtype; int8 and int4 send block-quantized shards in two hops."""
+    block_size: int = 128
+    """Values that share a scale."""
+    hadamard: bool = False
+    """Rotate each block before quantizing, which spreads outliers."""
+    error_feedback: bool = False
+    """Add what quantizing lost to the next step's gradient (fp32 copy of the full gradient)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +203,7 @@ class Systems:
     """What compresses which link."""
 
     weights: Weights = field(default_factory=Weights)
+    gradients: Gradients = field(default_factory=Gradients)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

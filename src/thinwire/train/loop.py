@@ -22,12 +22,11 @@ from tqdm import tqdm
 
 from thinwire import comm
 from thinwire.comm import Ledger
-from thinwire.errors import ConfigError
-from thinwire.train.checkpoint import Checkpointer, find_checkpoint
+from thinwire.train.checkpoint import Checkpointer
 from thinwire.train.config import Config
 from thinwire.train.data import TrainBatches, bits_per_byte, held_out_batch
 from thinwire.train.gradients import (
-    average_over_replicas,
+    ReplicaSync,
     local,
     local_square_norm,
     scale_gradients,
@@ -38,6 +37,7 @@ from thinwire.train.model import Transformer
 from thinwire.train.optim import adamw, lr_schedule
 from thinwire.train.parse import config_hash, to_dict
 from thinwire.train.passes import Pass, make_pass
+from thinwire.train.saved import newest_checkpoint, refuse_to_mix
 from thinwire.train.sources import load_corpus
 from thinwire.train.systems import System, attach_systems, full_precision, layer_errors
 from thinwire.train.watchdog import Watchdog
@@ -69,7 +69,7 @@ def train(
     if resume is not None:
         trainer.restore(resume)
     else:
-        _refuse_to_mix(Path(config.out))
+        refuse_to_mix(Path(config.out))
     run = trainer.run(progress)
     trainer.ledger.check()
     return run
@@ -87,6 +87,7 @@ class Trainer:
         systems: attached compression by config node.
         optimizer: AdamW over this rank's parameters.
         batches: training data and its position.
+        sync: averages gradients over replicas.
         passes: forward and backward.
         watchdog: stops a lost run.
         step: finished steps.
@@ -99,6 +100,7 @@ class Trainer:
     systems: dict[str, System]
     optimizer: Optimizer
     batches: TrainBatches
+    sync: ReplicaSync
     passes: Pass
     watchdog: Watchdog
     step: int = 0
@@ -119,6 +121,7 @@ class Trainer:
         ledger = Ledger(timing=config.timing)
         model = parallel_model(config, layout, ledger)
         optimizer = adamw(config.optim, model)
+        sync = ReplicaSync(list(model.parameters()), layout, ledger)
         return cls(
             config=config,
             layout=layout,
@@ -127,7 +130,8 @@ class Trainer:
             systems=attach_systems(config, layout, model, ledger),
             optimizer=optimizer,
             batches=batches,
-            passes=make_pass(config, layout, model, ledger),
+            sync=sync,
+            passes=make_pass(config, layout, model, sync, ledger),
             watchdog=Watchdog(config.watchdog),
         )
 
@@ -144,10 +148,7 @@ class Trainer:
             ConfigError: there is none.
             CheckpointError: unreadable or of another configuration.
         """
-        found = find_checkpoint(path)
-        if found is None:
-            raise ConfigError(f"no checkpoint in {path}: nothing to resume from")
-        meta = self.checkpointer.load(found)
+        meta = self.checkpointer.load(newest_checkpoint(path))
         self.step, self.batches.position = meta["step"], meta["position"]
         self.wall_s = meta["wall_s"]
         # Another number of ranks has no ledger of its own to continue: ranks beyond take turns.
@@ -196,7 +197,7 @@ class Trainer:
             group["lr"] = lr
         x_BT, y_BT = self.batches.share(layout.data_rank, layout.data_ranks)
         loss = self.passes.train(x_BT.to(layout.device), y_BT.to(layout.device))
-        average_over_replicas(params, layout, self.ledger)
+        self.sync.finish()
         # Each data rank's loss is held by its tp ranks (on the last stage): count it once.
         weight = layout.data_ranks * layout.sizes["tp"]
         square_norm, mean_loss = self._sum(
@@ -286,6 +287,7 @@ class Trainer:
         return MetricsFile(Path(self.config.out), self.step, self.config.tensorboard)
 
     def _summary(self, step_s: list[float]) -> dict[str, Any]:
+        errors = layer_errors(self.systems)
         ledgers = _of_every_rank(self.ledger.to_dict())
         return {
             "config": to_dict(self.config),
@@ -300,7 +302,7 @@ class Trainer:
             "ledger_ranks": ledgers,
             "exemptions": [_plain(e) for e in self.ledger.all_exemptions()],
             "memory": self._memory(),
-            "layer_errors": layer_errors(self.systems),
+            "layer_errors": errors,
         }
 
     def _result(self, step_s: list[float]) -> dict[str, Any]:
@@ -335,12 +337,3 @@ def _of_every_rank(value: Any) -> list[Any]:
 
 def _plain(exemption: Any) -> dict[str, Any]:
     return {name: getattr(exemption, name) for name in ("link", "name", "reason", "nbytes")}
-
-
-def _refuse_to_mix(out: Path) -> None:
-    """Keep an earlier run's checkpoints: a fresh run in the same folder would replace them."""
-    if find_checkpoint(out) is not None:
-        raise ConfigError(
-            f"out folder {out} holds checkpoints of an earlier run: continue it with --resume, or "
-            "choose another --out"
-        )

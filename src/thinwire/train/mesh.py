@@ -5,12 +5,11 @@ Steps, each a no-op where its axis has one rank:
 1. Build this rank's pipeline stage with its initial weights.
 2. Split the blocks' matrices over `tp`.
 3. Compile the blocks, then shard them and the rest with FSDP2 over `dp_shard`.
-Gradients over `dp_replicate` are averaged in `gradients`, not by FSDP2's own hybrid
+Gradients over `dp_replicate` are averaged by `gradients.ReplicaSync`, not by FSDP2's own hybrid
 mode, whose all-reduce takes no codec.
 """
 
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,18 +22,15 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
-    parallelize_module,
 )
 
+from thinwire import taco
 from thinwire.comm import Ledger
-from thinwire.errors import ConfigError
+from thinwire.train.axes import AXES, check_layout, resolve_axes
 from thinwire.train.config import Compute, Config
-from thinwire.train.config import Mesh as MeshConfig
 from thinwire.train.model import Transformer, build
 
-__all__ = ["AXES", "Layout", "make_layout", "parallel_model", "resolve_axes", "tp_plan"]
-
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+__all__ = ["Layout", "make_layout", "needs_fsdp", "parallel_model", "tp_plan"]
 
 
 @dataclass(frozen=True)
@@ -73,57 +69,6 @@ class Layout:
     def is_last_stage(self) -> bool:
         """Return whether this rank computes the loss."""
         return self.index("pp") == self.sizes["pp"] - 1
-
-
-def resolve_axes(mesh: MeshConfig, num_ranks: int) -> dict[str, int]:
-    """Return ranks per axis with the -1 filled in.
-
-    Raises:
-        ConfigError: the axes' product isn't `num_ranks`.
-    """
-    sizes = asdict(mesh)
-    text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    if any(size != -1 and size < 1 for size in sizes.values()):
-        raise ConfigError(f"mesh {text}: an axis must be at least 1, or -1 for the rest")
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) > 1:
-        raise ConfigError(f"mesh {text}: only one axis may be -1")
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if free and num_ranks % fixed == 0:
-        sizes[free[0]] = num_ranks // fixed
-    if math.prod(sizes.values()) != num_ranks:
-        need = f"a multiple of {fixed}" if free else f"{fixed}"
-        raise ConfigError(f"mesh {text} needs {need} ranks, but {num_ranks} run: change --nproc")
-    return sizes
-
-
-def check_layout(config: Config, sizes: dict[str, int]) -> None:
-    """Raise ConfigError for a model or batch that the axes cannot carry."""
-    model, data, tp, pp = config.model, config.data, sizes["tp"], sizes["pp"]
-    parts = sizes["dp_replicate"] * sizes["dp_shard"] * data.micro_batches
-    if data.batch_seqs % parts:
-        raise ConfigError(
-            f"data.batch_seqs {data.batch_seqs} must be a multiple of data ranks x "
-            f"data.micro_batches = {parts}"
-        )
-    if model.num_kv_heads % tp or model.hidden_dim % tp:
-        raise ConfigError(
-            f"tp {tp} must divide model.num_kv_heads {model.num_kv_heads} and "
-            f"model.hidden_dim {model.hidden_dim}"
-        )
-    if tp > 1 and model.num_experts:
-        raise ConfigError("experts cannot be split over tp: set mesh.tp 1 or model.num_experts 0")
-    if pp > model.num_layers:
-        raise ConfigError(f"pp {pp} has more stages than model.num_layers {model.num_layers}")
-    if pp > 1 and model.tie_embeddings:
-        raise ConfigError(
-            "model.tie_embeddings needs mesh.pp 1: the first and the last stage hold one copy each"
-        )
-    if pp > 1 and data.micro_batches < pp:
-        raise ConfigError(
-            f"pp {pp} needs at least {pp} micro-batches: set data.micro_batches "
-            f"(now {data.micro_batches})"
-        )
 
 
 def make_layout(config: Config, device: torch.device) -> Layout:
@@ -165,7 +110,7 @@ def parallel_model(config: Config, layout: Layout, ledger: Ledger) -> Transforme
         recompute=compute.activation_checkpointing,
     ).to(layout.device)
     if layout.sizes["tp"] > 1:
-        parallelize_module(model, layout.mesh["tp"], tp_plan())
+        taco.parallelize(model, layout.mesh["tp"], tp_plan(), codec=None, ledger=ledger)
     if compute.compile:
         for block in model.layers.values():
             block.compile()

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from thinwire.train.config import Config, Data, Mesh, Systems, Weights
+from thinwire.train.config import Config, Data, Gradients, Mesh, Systems, Weights
 from thinwire.train.parse import near
 
 __all__ = ["DEFAULT", "RECIPES", "recipe"]
+
+Recipe = Callable[[], Config]
 
 DEFAULT = "static-6bit"
 
@@ -36,35 +38,78 @@ def dense_3d() -> Config:
     return Config(mesh=Mesh(pp=2, dp_shard=-1, tp=2), data=Data(micro_batches=2))
 
 
-def static_8bit() -> Config:
-    """FSDP2 with weight gathers of 8 bits per weight."""
-    return _static(8)
+def _weights(doc: str, weights: Weights, gradients: Gradients | None = None) -> Recipe:
+    """Return a recipe that compresses FSDP2's links as given."""
+
+    def build() -> Config:
+        return Config(systems=Systems(weights=weights, gradients=gradients or Gradients()))
+
+    build.__doc__ = doc
+    return build
 
 
-def static_6bit() -> Config:
-    """FSDP2 with weight gathers of 6 bits per weight."""
-    return _static(6)
+_AQUAVIT = Weights(codec="aquavit")
+_WIDTHS = Weights(codec="aquavit", levels="widths")
 
-
-def static_4bit() -> Config:
-    """FSDP2 with weight gathers of 4 bits per weight."""
-    return _static(4)
-
-
-def _static(bits: int) -> Config:
-    weights = replace(Weights(codec="static"), bits=bits)  # type: ignore[arg-type]
-    return Config(systems=Systems(weights=weights))
-
-
-RECIPES: dict[str, Callable[[], Config]] = {
+RECIPES: dict[str, Recipe] = {
     "dense-ddp": dense_ddp,
     "dense-fsdp": dense_fsdp,
     "dense-tp": dense_tp,
     "dense-pp": dense_pp,
     "dense-3d": dense_3d,
-    "static-8bit": static_8bit,
-    "static-6bit": static_6bit,
-    "static-4bit": static_4bit,
+    "bf16-fsdp": _weights(
+        "FSDP2 with weight gathers in bfloat16, computed in float32: the baseline of the methods.",
+        Weights(codec="bf16"),
+    ),
+    "static-8bit": _weights(
+        "FSDP2 with weight gathers of 8 bits per weight, blocks of 2048.",
+        Weights(codec="static", bits=8, block_size=2048),
+    ),
+    "static-6bit": _weights(
+        "FSDP2 with weight gathers of 6 bits per weight, blocks of 2048.",
+        Weights(codec="static", bits=6, block_size=2048),
+    ),
+    "static-4bit": _weights(
+        "FSDP2 with weight gathers of 4 bits per weight, blocks of 2048.",
+        Weights(codec="static", bits=4, block_size=2048),
+    ),
+    "static-6bit-fine": _weights(
+        "FSDP2 with weight gathers at aquavit's last level (6 bits, blocks of 32) throughout.",
+        Weights(codec="static", bits=6, block_size=32),
+    ),
+    "aquavit": _weights("FSDP2 with weight gathers that ascend from 2 to 7 bits.", _AQUAVIT),
+    "aquavit-coarse9": _weights(
+        "Aquavit over 9 levels instead of 18.", replace(_AQUAVIT, levels="coarse9")
+    ),
+    "aquavit-linear": _weights(
+        "Aquavit with a straight line from the lowest to the highest level.",
+        replace(_AQUAVIT, curve="linear"),
+    ),
+    "aquavit-keep-wire": _weights(
+        "Aquavit that keeps the gathered bytes for backward: half the traffic.",
+        replace(_AQUAVIT, keep_wire="forward"),
+    ),
+    "aquavit-grad4": _weights(
+        "Aquavit with 4-bit gradients: both of FSDP2's links compressed.",
+        _AQUAVIT,
+        Gradients(codec="int4", hadamard=True),
+    ),
+    "ascending-nearest": _weights(
+        "Ascending widths 2, 4, 6, 8 with one block size, nearest width.", _WIDTHS
+    ),
+    "ascending-ceil": _weights(
+        "Ascending widths 2, 4, 6, 8 with one block size, rounded up.",
+        replace(_WIDTHS, pick="ceil"),
+    ),
+    "zeropp": _weights(
+        "ZeRO++-like: symmetric 8-bit gathers in large blocks, 4-bit gradients in two hops.",
+        Weights(codec="static", bits=8, block_size=8192, symmetric=True),
+        Gradients(codec="int4"),
+    ),
+    "sdp4bit": _weights(
+        "SDP4Bit-like: symmetric 4-bit differences of the weights, a full copy on every rank.",
+        Weights(codec="difference", bits=4, block_size=128, symmetric=True),
+    ),
 }
 
 

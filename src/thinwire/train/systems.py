@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from thinwire import aquavit
-from thinwire.codecs import Blockwise
+from thinwire.codecs import Blockwise, Cast, Codec, Hadamard
 from thinwire.comm import Ledger
 from thinwire.errors import ConfigError
-from thinwire.train.config import Config, Weights
+from thinwire.train.config import Config, Gradients, Weights
 from thinwire.train.mesh import Layout, needs_fsdp
 from thinwire.train.model import Transformer
 
@@ -45,8 +45,10 @@ def attach_systems(
     """
     systems: dict[str, System] = {}
     if needs_fsdp(config, layout):
-        systems["weights"] = _weights(config.systems.weights, layout, model, ledger)
-    elif config.systems.weights.codec != "dense":
+        systems["weights"] = _attach_fsdp(config, layout, model, ledger)
+    elif config.systems.weights.virtual_ranks and _compresses(config):
+        systems["weights"] = _simulate(config, layout, model)
+    elif _compresses(config):
         _nothing_to_gather(layout, ledger)
     return systems
 
@@ -67,21 +69,83 @@ def layer_errors(systems: dict[str, System]) -> dict[str, float]:
     return handle.layer_errors() if isinstance(handle, aquavit.Handle) else {}
 
 
-def _weights(cfg: Weights, layout: Layout, model: Transformer, ledger: Ledger) -> aquavit.Handle:
-    schedule = None
-    if cfg.codec == "static":
-        if layout.sizes["dp_shard"] == 1:
-            _nothing_to_gather(layout, ledger)
-        else:
-            schedule = aquavit.Static(Blockwise(bits=cfg.bits, block_size=cfg.block_size))
-    return aquavit.attach(model, schedule, ledger=ledger, min_shard_numel=cfg.min_shard_numel)
+def _attach_fsdp(
+    config: Config, layout: Layout, model: Transformer, ledger: Ledger
+) -> aquavit.Handle:
+    weights, gradients = config.systems.weights, config.systems.gradients
+    schedule, reduce_codec = None, None
+    if layout.sizes["dp_shard"] > 1:
+        schedule = _schedule(weights, config.steps)
+        reduce_codec = _gradient_codec(gradients)
+    elif _compresses(config):
+        _nothing_to_gather(layout, ledger)
+    return aquavit.attach(
+        model,
+        schedule,
+        ledger=ledger,
+        keep_wire=weights.keep_wire,
+        gradients=reduce_codec,
+        error_feedback=gradients.error_feedback and reduce_codec is not None,
+        min_shard_numel=weights.min_shard_numel,
+    )
+
+
+def _simulate(config: Config, layout: Layout, model: Transformer) -> aquavit.SimulatedHandle:
+    cfg = config.systems.weights
+    schedule = _schedule(cfg, config.steps)
+    if layout.mesh.size() > 1 or schedule is None or config.systems.gradients.codec != "dense":
+        raise ConfigError(
+            "systems.weights.virtual_ranks simulates compressed weights with dense gradients on "
+            "one rank: use --nproc 1 and systems.gradients.codec dense"
+        )
+    return aquavit.simulate(
+        model, schedule, num_ranks=cfg.virtual_ranks, min_shard_numel=cfg.min_shard_numel
+    )
+
+
+def _compresses(config: Config) -> bool:
+    return config.systems.weights.codec != "dense" or config.systems.gradients.codec != "dense"
+
+
+def _schedule(
+    cfg: Weights, steps: int
+) -> aquavit.Schedule | aquavit.Static | aquavit.Difference | None:
+    if cfg.codec == "dense":
+        return None
+    if cfg.codec == "bf16":
+        return aquavit.Static(Cast("bf16"))
+    if cfg.codec == "aquavit":
+        return aquavit.Schedule(
+            steps,
+            a=cfg.a,
+            c=cfg.c,
+            levels=cfg.levels,
+            curve=cfg.curve,
+            pick=cfg.pick,
+            # With one block size for all levels, bits per weight say no more than the width.
+            measure="payload" if cfg.levels == "widths" else "bpw",
+        )
+    if cfg.symmetric:
+        raise ConfigError(
+            "systems.weights.symmetric needs a symmetric codec, which is not there yet"
+        )
+    codec = Blockwise(bits=cfg.bits, block_size=cfg.block_size)
+    return aquavit.Static(codec) if cfg.codec == "static" else aquavit.Difference(codec)
+
+
+def _gradient_codec(cfg: Gradients) -> Codec | None:
+    if cfg.codec == "dense":
+        return None
+    if cfg.hadamard:
+        return Hadamard(fmt=cfg.codec, group=cfg.block_size)
+    return Blockwise(bits=8 if cfg.codec == "int8" else 4, block_size=cfg.block_size)
 
 
 def _nothing_to_gather(layout: Layout, ledger: Ledger) -> None:
     """Let a single rank pass (nothing travels at all); refuse several without a sharded axis."""
     if layout.mesh.size() > 1:
         raise ConfigError(
-            "systems.weights compresses the gather of sharded weights, but mesh.dp_shard is 1: "
-            "set mesh.dp_shard to 2 or more, or systems.weights.codec dense"
+            "systems.weights and systems.gradients compress FSDP2's links, but mesh.dp_shard is 1: "
+            "set mesh.dp_shard to 2 or more, or both codecs to dense"
         )
     ledger.expect("weights", num_ranks=1)

@@ -1,0 +1,1 @@
+"""Quantized weight storage and the optimizer steps that keep no master copy."""
