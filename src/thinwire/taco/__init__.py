@@ -1,5 +1,6 @@
 """TACO: tensor-parallel activations and their gradients, compressed in both passes."""
 
+from thinwire.taco.gradients import sum_partial_gradients
 from thinwire.taco.link import Link
 from thinwire.taco.plan import Report, parallelize
 from thinwire.taco.styles import (
@@ -21,4 +22,5 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "parallelize",
+    "sum_partial_gradients",
 ]

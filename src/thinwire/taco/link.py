@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.codecs import Blockwise, Codec
+from thinwire.codecs import Codec, Hadamard
 from thinwire.comm import call
 from thinwire.comm.all_reduce import ALGORITHMS
 from thinwire.comm.hierarchical import Hierarchy
@@ -23,7 +23,7 @@ __all__ = ["DEFAULT_CODEC", "LINK", "Channel", "Link", "Wire"]
 LINK = "tensor"
 
 
-DEFAULT_CODEC: Codec = Blockwise(bits=8)
+DEFAULT_CODEC: Codec = Hadamard()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ __all__ = ["EXACT", "Report", "parallelize"]
 
 EXACT = ("head", "lm_head", "output")
 HEAD = "output head: left exact"
-NORM = "replicated parameter: torch sums its gradient exactly, when the optimizer reads it"
+NORM = "replicated parameter: its gradient is summed exactly (see sum_partial_gradients)"
 
 _TWINS = {
     torch_parallel.ColwiseParallel: styles.ColwiseParallel,
