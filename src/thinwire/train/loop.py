@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from thinwire import comm
+from thinwire import comm, taco
 from thinwire.comm import Ledger
 from thinwire.train.checkpoint import Checkpointer
 from thinwire.train.config import Config
@@ -198,6 +198,7 @@ class Trainer:
         x_BT, y_BT = self.batches.share(layout.data_rank, layout.data_ranks)
         loss = self.passes.train(x_BT.to(layout.device), y_BT.to(layout.device))
         self.sync.finish()
+        taco.sum_partial_gradients(params, ledger=self.ledger)
         # Each data rank's loss is held by its tp ranks (on the last stage): count it once.
         weight = layout.data_ranks * layout.sizes["tp"]
         square_norm, mean_loss = self._sum(
@@ -300,7 +301,7 @@ class Trainer:
             "result": self._result(step_s),
             "ledger": ledgers[0],
             "ledger_ranks": ledgers,
-            "exemptions": [_plain(e) for e in self.ledger.exemptions],
+            "exemptions": [_plain(e) for e in self.ledger.all_exemptions()],
             "memory": self._memory(),
             "layer_errors": errors,
         }
