@@ -62,9 +62,8 @@ class Simulator:
         ledger: Ledger | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        groups = torch.optim.SGD(params, lr=lr).param_groups  # sorts out the forms of `params`
-        own = ("params", "param_names", *defaults)
-        self.param_groups = [defaults | {k: g[k] for k in own if k in g} for g in groups]
+        # torch's base class sorts out the forms that `params` may have.
+        self.param_groups = torch.optim.Optimizer(params, defaults).param_groups
         self.options = options or Options()
         self.entries = list_entries(self.param_groups)
         self.table = build_table(

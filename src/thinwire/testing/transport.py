@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -58,13 +59,10 @@ def record_transport() -> Iterator[dict[int, SentBytes]]:
         add_rows(messages, group)
         return real["start_all_to_all"](messages, group)
 
-    def broadcast(
-        message: Tensor, source: int, group: dist.ProcessGroup, *, async_op: bool = False
-    ):  # type: ignore[no-untyped-def]
-        # Counted at the source in full: averaged over ranks, what a pipelined broadcast costs each.
-        if group.rank() == source:
-            add(message.numel() * message.itemsize * (group.size() - 1))
-        return real["broadcast"](message, source, group, async_op=async_op)
+    def broadcast(message: Tensor, source: int, group: dist.ProcessGroup, **how: bool) -> Any:
+        # Booked whole at the source; on average over ranks, what a pipelined broadcast costs each.
+        add(message.numel() * (group.size() - 1) if group.rank() == source else 0)
+        return real["broadcast"](message, source, group, **how)
 
     def send(message: Tensor, peer: int, group: dist.ProcessGroup) -> None:
         add(message.numel() * message.itemsize)
