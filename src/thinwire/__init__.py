@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import aquavit, codecs, comm, errors
+    from thinwire import aquavit, codecs, comm, errors, scape
     from thinwire.comm.ledger import Ledger
     from thinwire.errors import ThinwireError
 
@@ -21,6 +21,7 @@ __all__ = [
     "codecs",
     "comm",
     "errors",
+    "scape",
 ]
 
 _NAMES = {"Ledger": "thinwire.comm.ledger", "ThinwireError": "thinwire.errors"}
