@@ -37,6 +37,8 @@ def attach(
     source: str = "master",
     layout: str = "split",
     meta: str = "fp16",
+    rounding: str = "nearest",
+    seed: int = 0,
     nonfinite: str = "raise",
     level_for: LevelFor | None = None,
 ) -> Handle:
@@ -64,6 +66,8 @@ def attach(
         source: "master" encodes the fp32 shard, "cast" what FSDP2 hands over (after its cast).
         layout: wire layout of `Blockwise`: "split" or "interleaved".
         meta: type of scale and minimum: "fp16" or "bf16".
+        rounding: "nearest" (ties to even) or "stochastic" (zero-mean error, twice its square).
+        seed: key of stochastic rounding; the same on every rank.
         nonfinite: NaN or infinity in weights or gradients: "raise" on all ranks or "propagate".
         level_for: optional `(step, module_name) -> (bits, block_size) | None` that overrides the
             schedule for one FSDP module; must be the same function of its arguments on all ranks.
@@ -99,13 +103,28 @@ def attach(
         meta=meta,
         nonfinite=nonfinite,
         level_for=level_for,
+        rounding=rounding,
+        seed=seed,
     )
     segments = {name: find_segments(model, module, rules) for name, module in modules}
     handle.stores = any(s.stored_nbytes for group in segments.values() for s in group)
     _check_qualifies(segments, schedule, gradients)
     _check_stored(segments, schedule)
     groups = [g for _, m in modules if (g := _compat.shard_group(m)) is not None]
-    settings = repr((schedule, rules, keep_wire, gradients, error_feedback, source, layout, meta))
+    settings = repr(
+        (
+            schedule,
+            rules,
+            keep_wire,
+            gradients,
+            error_feedback,
+            source,
+            layout,
+            meta,
+            rounding,
+            seed,
+        )
+    )
     _check_agreement(settings, segments, groups)
     for name, module in modules:
         if segments[name]:

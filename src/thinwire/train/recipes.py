@@ -10,7 +10,7 @@ __all__ = ["DEFAULT", "RECIPES", "recipe"]
 
 Recipe = Callable[[], Config]
 
-DEFAULT = "static-6bit"
+DEFAULT = "aquavit"
 
 
 def dense_ddp() -> Config:
