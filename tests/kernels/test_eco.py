@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from tests.kernels.cases import same
 
+from tests.kernels.cases import same
 from thinwire.kernels import eco
 from thinwire.kernels.eco import reference
 from thinwire.kernels.random import RandomKey, tensor_id

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from tests.kernels.cases import same, values
 
+from tests.kernels.cases import same, values
 from thinwire.codecs import Hadamard
 from thinwire.kernels.hadamard import reference
 

@@ -4,6 +4,7 @@ from thinwire.codecs.blockwise import Blockwise
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.hadamard import Hadamard
 from thinwire.codecs.protocol import Codec, CodecFacts
+from thinwire.codecs.topk import TopK
 from thinwire.kernels.random import RandomKey
 
-__all__ = ["Blockwise", "Cast", "Codec", "CodecFacts", "Hadamard", "RandomKey"]
+__all__ = ["Blockwise", "Cast", "Codec", "CodecFacts", "Hadamard", "RandomKey", "TopK"]
