@@ -159,7 +159,8 @@ def quantize_with(
 ) -> tuple[Tensor, Tensor]:
     """Return codes uint8 and the dequantized values [R, C] for given scales."""
     rho = RHO[quantizer.fmt]
-    scale = _expand(scale_S, x_RC.shape[0], x_RC.shape[1], quantizer.group)
+    rows, columns = x_RC.shape
+    scale = _expand(scale_S, rows, columns, quantizer.group)
     q = round_to_grid((x_RC / scale).clamp(-rho, rho), quantizer.fmt, u)
     return _to_codes(q, quantizer.fmt), q * scale
 
@@ -234,7 +235,7 @@ def step(
         scales: fp32 [S].
         g: gradient [R, C], fp32, bf16 or fp16.
         m: first moments [R, C], fp32 or bf16.
-        v: second moments [R, C], fp32 or bf16; None for SGD.
+        v: second moments, likewise; None for SGD.
         quantizer: format and granularity.
         h: the step's constants.
         u: uniforms [R, C] for stochastic rounding, or None.
