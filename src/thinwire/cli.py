@@ -29,6 +29,7 @@ usage: thinwire COMMAND ...
   report DIR...      one HTML page of one or several runs
   compare R1 R2 ...  run recipes over several seeds and compare
   bench              time the codecs
+  export DIR         write a run's newest checkpoint as one dense safetensors file
   recipes            list the recipes
   env                versions, devices and extras
 
@@ -240,6 +241,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _elsewhere("thinwire.report"),
     "compare": _compare,
     "bench": _elsewhere("thinwire.lab.bench"),
+    "export": _elsewhere("thinwire.train.dense"),
     "recipes": _recipes,
     "env": _env,
 }

@@ -61,8 +61,35 @@ def check_layout(config: Config, sizes: dict[str, int]) -> None:
         raise ConfigError(
             "model.tie_embeddings needs mesh.pp 1: the first and the last stage hold one copy each"
         )
+    _check_storage(config, sizes)
     if pp > 1 and data.micro_batches < pp:
         raise ConfigError(
             f"pp {pp} needs at least {pp} micro-batches: set data.micro_batches "
             f"(now {data.micro_batches})"
+        )
+
+
+def _check_storage(config: Config, sizes: dict[str, int]) -> None:
+    storage, compute = config.systems.storage, config.compute
+    if storage.fmt == "dense":
+        return
+    if storage.only_experts and not config.model.num_experts:
+        raise ConfigError("systems.storage.only_experts needs model.num_experts > 0")
+    if storage.act_quant and config.model.num_experts:
+        raise ConfigError("systems.storage.act_quant needs linear layers: set model.num_experts 0")
+    if compute.reshard_after_forward > 0:
+        raise ConfigError(
+            "stored weights cannot be resharded to fewer ranks: set compute.reshard_after_forward "
+            "to -1 or 0"
+        )
+    if compute.compile and sizes["dp_shard"] == 1:
+        raise ConfigError("compute.compile with systems.storage needs mesh.dp_shard 2 or more")
+    if storage.fused_backward and (
+        config.optim.max_norm or config.watchdog.stuck_steps or sizes["dp_replicate"] > 1
+        or sizes["pp"] > 1 or config.data.micro_batches > 1
+    ):  # fmt: skip
+        raise ConfigError(
+            "systems.storage.fused_backward steps before the global gradient norm and sums over "
+            "micro-batches or replicas are known: set optim.max_norm 0, watchdog.stuck_steps 0, "
+            "data.micro_batches 1, mesh.pp 1 and mesh.dp_replicate 1"
         )

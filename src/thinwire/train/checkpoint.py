@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from thinwire import eco
 from thinwire.errors import CheckpointError
 from thinwire.train.config import Config
 from thinwire.train.model import Transformer
@@ -92,15 +93,18 @@ class Checkpointer:
         """
         meta = read_meta(path)
         check_same(path, meta["config"], self.config)
-        state = self._state()
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=OPTIONS)
+        state = self._saved(model, optimizer)
         try:
             load(state, checkpoint_id=path)
         except CheckpointException as error:
             raise CheckpointError(f"cannot load checkpoint {path}: {_reason(error)}") from None
+        # Reading went into the tensors of `model`, stored weights through views of their parts.
+        eco.load_plain_state_dict(self.model, state["model"])
         set_state_dict(
             self.model,
             self.optimizer,
-            model_state_dict=state["model"],
+            model_state_dict=model,
             optim_state_dict=state["optimizer"],
             options=OPTIONS,
         )
@@ -109,9 +113,12 @@ class Checkpointer:
         return meta
 
     def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=OPTIONS)
+        return self._saved(*get_state_dict(self.model, self.optimizer, options=OPTIONS))
+
+    def _saved(self, model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
         systems = {name: system.state_dict() for name, system in self.systems.items()}
-        return {"model": model, "optimizer": optimizer, "systems": systems}
+        plain = eco.plain_state_dict(model)
+        return {"model": plain, "optimizer": optimizer, "systems": systems}
 
     def _on_rank_0(self, action: Any) -> str | None:
         """Run `action` on rank 0; return why it failed, to every rank."""

@@ -18,6 +18,7 @@ __all__ = [
     "Mesh",
     "Model",
     "Optim",
+    "Storage",
     "Systems",
     "Tensor",
     "Watchdog",
@@ -246,12 +247,50 @@ class Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """How the blocks' matrices lie in memory between steps (thinwire.eco)."""
+
+    fmt: Literal["dense", "fp8_e4m3", "int8", "int4", "bf16"] = "dense"
+    """dense keeps float32; the others hold codes and scales."""
+    granularity: Literal["default", "row", "tensor", "group"] = "default"
+    """Weights that share a scale; default is tensor for int4, else row (an output channel)."""
+    group_size: int = 32
+    """Weights of a group."""
+    pow2_scale: bool = False
+    """Scales are powers of two."""
+    rounding: Literal["sr", "rtn"] = "sr"
+    """Stochastic, or to nearest."""
+    error: Literal["momentum", "drop", "master", "kahan"] = "momentum"
+    """Where a step's rounding error goes: into the momentum (ECO), nowhere, into a float32 master
+    copy, or into a bfloat16 buffer."""
+    state: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How the moments of stored weights are held."""
+    inject_lr: Literal["current", "next"] = "current"
+    """Learning rate that the injected error is divided by."""
+    decay_factor: bool = False
+    """Multiply the injected error by 1 - lr * weight_decay."""
+    act_quant: bool = False
+    """Round inputs of stored linear layers to FP8, forward only (not for experts)."""
+    only_experts: bool = False
+    """Store the experts alone; attention and routers stay dense."""
+    fused_backward: bool = False
+    """Step each weight inside backward and free its gradient; needs optim.max_norm 0."""
+    check_every_steps: int = 0
+    """Steps between comparisons of replicas' weights over dp_replicate; 0 never compares."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1 or self.check_every_steps < 0:
+            raise ConfigError("systems.storage: group_size must be >= 1, check_every_steps >= 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Systems:
     """What compresses which link."""
 
     weights: Weights = field(default_factory=Weights)
     gradients: Gradients = field(default_factory=Gradients)
     tensor: Tensor = field(default_factory=Tensor)
+    storage: Storage = field(default_factory=Storage)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,6 +337,8 @@ class Config:
     """Seed of the initial weights and of the data order."""
     out: str = "runs/train"
     """Folder for run.json, metrics.jsonl and checkpoints."""
+    init: str = ""
+    """Dense safetensors file to start from (see `thinwire export`); empty draws new weights."""
     stop_after: int = 0
     """Stop at this step with a checkpoint, to be resumed later; 0 runs to the end."""
     tensorboard: bool = False

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from thinwire import comm, taco
+from thinwire import comm, eco, taco
 from thinwire.comm import Ledger
 from thinwire.train.checkpoint import Checkpointer
 from thinwire.train.config import Config
@@ -32,9 +33,9 @@ from thinwire.train.gradients import (
     scale_gradients,
 )
 from thinwire.train.mesh import Layout, make_layout, parallel_model
-from thinwire.train.metrics import MetricsFile, versions, write_run
+from thinwire.train.metrics import MetricsFile, peak_nbytes, versions, write_run
 from thinwire.train.model import Transformer
-from thinwire.train.optim import adamw, lr_schedule
+from thinwire.train.optim import lr_schedule, make_optimizer
 from thinwire.train.parse import config_hash, to_dict
 from thinwire.train.passes import Pass, make_pass
 from thinwire.train.saved import newest_checkpoint, refuse_to_mix
@@ -120,7 +121,7 @@ class Trainer:
         batches = TrainBatches(corpus, data.seq_len_tokens, data.batch_seqs, config.seed)
         ledger = Ledger(timing=config.timing)
         model = parallel_model(config, layout, ledger)
-        optimizer = adamw(config.optim, model)
+        optimizer = make_optimizer(config, model, ledger)
         sync = ReplicaSync(list(model.parameters()), layout, ledger)
         return cls(
             config=config,
@@ -192,9 +193,12 @@ class Trainer:
         """Do one optimizer step and return its line of metrics; collective."""
         start = time.perf_counter()
         layout, params = self.layout, list(self.model.parameters())
-        lr = lr_schedule(self.config)(self.step)
+        schedule = lr_schedule(self.config)
+        lr = schedule(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            if "next_lr" in group:
+                group["next_lr"] = schedule(self.step + 1)
         x_BT, y_BT = self.batches.share(layout.data_rank, layout.data_ranks)
         loss = self.passes.train(x_BT.to(layout.device), y_BT.to(layout.device))
         self.sync.finish()
@@ -213,6 +217,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.batches.advance()
         self.step += 1
+        self._check_replicas_if_due()
         record: dict[str, Any] = {
             "step": self.step,
             "loss": mean_loss,
@@ -225,6 +230,11 @@ class Trainer:
         for system in self.systems.values():
             record |= system.metrics()
         return record
+
+    def _check_replicas_if_due(self) -> None:
+        every = self.config.systems.storage.check_every_steps
+        if every and self.step % every == 0 and self.layout.sizes["dp_replicate"] > 1:
+            eco.check_replicas(self.model, self.layout.group("dp_replicate"), self.ledger)
 
     @property
     def tokens(self) -> int:
@@ -319,14 +329,19 @@ class Trainer:
         }
 
     def _memory(self) -> dict[str, int]:
-        """Return this rank's bytes of weights and optimizer state, and the model's parameters."""
-        state = [v for s in self.optimizer.state.values() for v in s.values()]
+        """Return this rank's measured bytes, and the model's parameters."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         with torch.device("meta"):
             whole = Transformer(self.config.model, self.config.data.seq_len_tokens)
+        stored = [p for p in self.model.parameters() if eco.local_quantized(p) is not None]
         return {
-            "weight_bytes": sum(local(p.detach()).nbytes for p in self.model.parameters()),
-            "optimizer_bytes": sum(local(v).nbytes for v in state if torch.is_tensor(v)),
+            "weight_bytes": eco.weight_nbytes(self.model),
+            "optimizer_bytes": eco.optimizer_nbytes(self.optimizer),
+            "peak_bytes": peak_nbytes(self.layout.device),
             "params": sum(p.numel() for p in whole.parameters()),
+            "stored_params": sum(local(p.detach()).numel() for p in stored),
         }
 
 

@@ -4,7 +4,8 @@ Axes, outermost first: `pp` stages, `dp_replicate` replicas, `dp_shard` FSDP2 sh
 Steps, each a no-op where its axis has one rank:
 1. Build this rank's pipeline stage with its initial weights.
 2. Split the blocks' matrices over `tp`.
-3. Compile the blocks, then shard them and the rest with FSDP2 over `dp_shard`.
+3. Start from a dense file if asked; store the blocks' matrices quantized if asked.
+4. Compile the blocks, then shard them and the rest with FSDP2 over `dp_shard`.
 Gradients over `dp_replicate` are averaged by `gradients.ReplicaSync`, not by FSDP2's own hybrid
 mode, whose all-reduce takes no codec.
 """
@@ -20,7 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from thinwire.comm import Ledger
 from thinwire.train.axes import AXES, check_layout, resolve_axes
 from thinwire.train.config import Compute, Config
+from thinwire.train.dense import load_dense
 from thinwire.train.model import Transformer, build
+from thinwire.train.optim import store_weights
 from thinwire.train.tensor import split_blocks
 
 __all__ = ["Layout", "make_layout", "needs_fsdp", "parallel_model"]
@@ -88,6 +91,10 @@ def parallel_model(config: Config, layout: Layout, ledger: Ledger) -> Transforme
         recompute=compute.activation_checkpointing,
     ).to(layout.device)
     split_blocks(config, layout.mesh, model, ledger)
+    if config.init:
+        load_dense(model, config)
+    if config.systems.storage.fmt != "dense":
+        store_weights(config.systems.storage, model)
     if compute.compile:
         for block in model.layers.values():
             block.compile()

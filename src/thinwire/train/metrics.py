@@ -8,6 +8,8 @@ import importlib.metadata
 import json
 import math
 import platform
+import resource
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 
 from thinwire.errors import ConfigError, DataError
 
-__all__ = ["MetricsFile", "read_metrics", "versions", "write_run"]
+__all__ = ["MetricsFile", "peak_nbytes", "read_metrics", "versions", "write_run"]
 
 
 class MetricsFile:
@@ -84,6 +86,14 @@ def write_run(folder: Path, run: Mapping[str, Any]) -> None:
     part = folder / ".run.json"
     part.write_text(json.dumps(_finite(run), indent=2) + "\n")
     part.rename(folder / "run.json")
+
+
+def peak_nbytes(device: torch.device) -> int:
+    """Return the most memory in use so far: of the device's tensors, or of a CPU rank's process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if sys.platform == "darwin" else kilobytes * 1024
 
 
 def versions() -> dict[str, str]:

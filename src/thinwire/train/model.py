@@ -84,8 +84,8 @@ class Experts(nn.Module):
         for expert in range(self.w1.shape[0]):
             token, slot = torch.where(top.indices == expert)
             h = x_ND[token]
-            h = F.silu(h @ self.w1[expert].T) * (h @ self.w3[expert].T)
-            h = (h @ self.w2[expert].T) * weight_NE[token, slot, None].to(h.dtype)
+            h = F.silu(F.linear(h, self.w1[expert])) * F.linear(h, self.w3[expert])
+            h = F.linear(h, self.w2[expert]) * weight_NE[token, slot, None].to(h.dtype)
             out_ND = out_ND.index_add(0, token, h)
         return out_ND.view_as(x_BTD)
 

@@ -1,34 +1,71 @@
-"""AdamW and its learning rate, from the configuration."""
+"""Stored weights, the optimizer and its learning rate, from the configuration."""
+
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
+from thinwire import eco
+from thinwire.comm import Ledger
 from thinwire.schedules import Constant, Schedule, WarmupCosine
-from thinwire.train.config import Config, Optim
+from thinwire.train.config import Config, Optim, Storage
 
-__all__ = ["adamw", "lr_schedule"]
+__all__ = ["adamw", "lr_schedule", "make_optimizer", "store_weights"]
+
+
+def store_weights(cfg: Storage, model: nn.Module) -> None:
+    """Turn the blocks' matrices (or the experts alone) into quantized parameters."""
+    granularity = {"default": None, "group": f"group:{cfg.group_size}"}
+    eco.quantize_(
+        model,
+        cfg.fmt,
+        granularity=granularity.get(cfg.granularity, cfg.granularity),
+        filter=eco.experts if cfg.only_experts else None,
+        pow2_scale=cfg.pow2_scale,
+        master=cfg.error == "master",
+        act_quant="fp8_e4m3" if cfg.act_quant else None,
+    )
+
+
+def make_optimizer(config: Config, model: nn.Module, ledger: Ledger) -> Optimizer:
+    """Return AdamW, or EcoAdamW where weights are stored quantized."""
+    cfg = config.systems.storage
+    if cfg.fmt == "dense":
+        return adamw(config.optim, model)
+    return eco.EcoAdamW(
+        _decay_groups(config.optim, model),
+        lr=config.optim.lr,
+        betas=config.optim.betas,
+        eps=config.optim.eps,
+        state_dtype=cfg.state,
+        rounding=cfg.rounding,
+        eco=cfg.error == "momentum",
+        kahan=cfg.error == "kahan",
+        inject_lr=cfg.inject_lr,
+        decay_factor=cfg.decay_factor,
+        run_key=config.seed,
+        nonfinite="raise",
+        ledger=ledger,
+        fused_backward=cfg.fused_backward,
+    )
 
 
 def adamw(cfg: Optim, model: nn.Module) -> AdamW:
-    """Return AdamW with decay on matrices only.
+    """Return torch's AdamW with decay on matrices only."""
+    return AdamW(_decay_groups(cfg, model), lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, foreach=True)
 
-    Parameters are also grouped by the mesh they lie on: torch's foreach kernels take no mixture.
-    """
+
+def _decay_groups(cfg: Optim, model: nn.Module) -> list[dict[str, Any]]:
+    # Also by mesh: torch's foreach kernels take no mixture.
     groups: dict[tuple[bool, str], list[nn.Parameter]] = {}
     for p in model.parameters():
         where = str(p.device_mesh) if isinstance(p, DTensor) else "plain"
         groups.setdefault((p.ndim > 1, where), []).append(p)
-    return AdamW(
-        [
-            {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0}
-            for (decays, _), params in groups.items()
-        ],
-        lr=cfg.lr,
-        betas=cfg.betas,
-        eps=cfg.eps,
-        foreach=True,
-    )
+    return [
+        {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0}
+        for (decays, _), params in groups.items()
+    ]
 
 
 def lr_schedule(config: Config) -> Schedule:

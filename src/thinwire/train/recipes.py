@@ -3,7 +3,19 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from thinwire.train.config import Compute, Config, Data, Gradients, Mesh, Systems, Tensor, Weights
+from thinwire.train.config import (
+    Compute,
+    Config,
+    Data,
+    Gradients,
+    Mesh,
+    Model,
+    Optim,
+    Storage,
+    Systems,
+    Tensor,
+    Weights,
+)
 from thinwire.train.parse import near
 
 __all__ = ["DEFAULT", "RECIPES", "recipe"]
@@ -62,6 +74,41 @@ def _tensor(doc: str, tensor: Tensor | None = None, *, sequence: bool = False) -
     return build
 
 
+def eco_moe() -> Config:
+    """Sparse model whose experts alone are stored in FP8, trained by ECO."""
+    storage = Storage(fmt="fp8_e4m3", only_experts=True)
+    return Config(model=Model(num_experts=4), systems=Systems(storage=storage))
+
+
+def eco_int4_finetune() -> Config:
+    """Start from a dense file (--init) and go on in INT4 by ECO at a small rate, without decay."""
+    return Config(
+        init="dense.safetensors",
+        optim=Optim(lr=1e-4, weight_decay=0.0, lr_floor=0.0, betas=(0.9, 0.98), eps=1e-9),
+        systems=Systems(storage=Storage(fmt="int4")),
+    )
+
+
+_ARMS = {
+    "master": ("keeps a float32 master copy", "master"),
+    "naive": ("drops rounding errors", "drop"),
+    "eco": ("puts rounding errors into the momentum", "momentum"),
+}
+_FORMATS = {"fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
+_ROUNDING = {"rtn": "to nearest", "sr": "stochastically"}
+
+
+def _stored(doc: str, storage: Storage) -> Recipe:
+    """Return a recipe that stores the blocks' weights as given, with the method's optimizer."""
+
+    def build() -> Config:
+        optim = Optim(betas=(0.9, 0.98), eps=1e-9)
+        return Config(optim=optim, systems=Systems(storage=storage))
+
+    build.__doc__ = doc
+    return build
+
+
 def taco_aquavit() -> Config:
     """TACO on tensor parallel 2, aquavit's weight gathers over the other ranks: 4, 6, ... ranks."""
     return Config(
@@ -71,6 +118,37 @@ def taco_aquavit() -> Config:
 
 
 _TACO = Tensor(codec="hadamard")
+
+
+def _storage_recipes() -> dict[str, Recipe]:
+    recipes = {
+        "dense-adamw": _stored("AdamW with float32 weights: the baseline of ECO.", Storage()),
+        "bf16-naive": _stored(
+            "Weights stored in bfloat16, rounded to nearest.",
+            Storage(fmt="bf16", rounding="rtn", error="drop"),
+        ),
+        "bf16-sr": _stored(
+            "Weights stored in bfloat16, rounded stochastically.", Storage(fmt="bf16", error="drop")
+        ),
+        "bf16-kahan": _stored(
+            "Weights stored in bfloat16 beside a bfloat16 buffer of what rounding lost.",
+            Storage(fmt="bf16", rounding="rtn", error="kahan"),
+        ),
+    }
+    for arm, (does, error) in _ARMS.items():
+        for name, fmt in _FORMATS.items():
+            for rounding, how in _ROUNDING.items():
+                recipes[f"{arm}-{name}-{rounding}"] = _stored(
+                    f"Weights stored in {name.upper()}, rounded {how}; {does}.",
+                    Storage(fmt=fmt, rounding=rounding, error=error),  # type: ignore[arg-type]
+                )
+    recipes["eco-fp8-sr-8bit"] = _stored(
+        "eco-fp8-sr with 8-bit moments: 3 bytes per weight in all.",
+        Storage(fmt="fp8_e4m3", state="8bit"),
+    )
+    return recipes
+
+
 _AQUAVIT = Weights(codec="aquavit")
 _WIDTHS = Weights(codec="aquavit", levels="widths")
 
@@ -162,6 +240,9 @@ RECIPES: dict[str, Recipe] = {
         replace(_TACO, fmt="int4", group=64),
     ),
     "taco-aquavit": taco_aquavit,
+    **_storage_recipes(),
+    "eco-moe": eco_moe,
+    "eco-int4-finetune": eco_int4_finetune,
 }
 
 
