@@ -4,7 +4,16 @@ from functools import partial
 
 import pytest
 import torch
-from taco_model import FeedForward, full, gradients, make_net, make_tokens, sp_plan, tp_plan
+from taco_model import (
+    FeedForward,
+    full,
+    gradients,
+    make_net,
+    make_tokens,
+    relative_errors,
+    sp_plan,
+    tp_plan,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,21 +27,15 @@ from torch.utils.checkpoint import (
 )
 
 from thinwire import aquavit, taco
-from thinwire.codecs import Blockwise, Cast
+from thinwire.codecs import Blockwise, Cast, Hadamard
 from thinwire.comm import Ledger, hierarchy
 from thinwire.errors import ConfigError, NonFiniteError
 from thinwire.testing.ranks import run_ranks
 from thinwire.testing.transport import record_transport
 
-CODEC = Blockwise(bits=8, block_size=32)
+CODEC = Hadamard(group=32)
 # Per layer: two all-reduces each way, or two gathers and two scatters each way.
 CALLS_PER_LAYER = {tp_plan: 4, sp_plan: 8}
-
-
-def relative_errors(got, want):
-    """Per tensor; key biases are left out, whose gradient is zero but for rounding."""
-    names = [n for n in want if not n.endswith("k.bias") and n != "loss"]
-    return {n: ((got[n] - want[n]).norm() / want[n].norm()).item() for n in names}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -59,8 +62,7 @@ def test_every_call_is_compressed_counted_and_alike_on_all_ranks(make_plan, num_
         for name in ("logits", "norm.weight", "layers.0.n1.weight", "embed.weight"):
             assert torch.equal(results[name], ranks[0][0][name]), name
     errors = relative_errors(ranks[0][0], want)
-    assert max(errors.values()) < 0.1
-    assert errors["logits"] > 1e-4
+    assert 1e-3 < errors["logits"] < 0.04  # bands: test_taco_codecs
 
 
 def test_the_report_says_what_was_converted_and_what_not():

@@ -88,4 +88,5 @@ class Tensorwise:
 
     def _scales(self, rows: Tensor, numel: int) -> Tensor:
         """Return the scales of [R, W] as fp32 [R, 1]."""
-        return rows[:, numel:].contiguous().view(torch.float32)
+        # Cloned, since N bytes in front may leave them unaligned.
+        return rows[:, numel:].clone(memory_format=torch.contiguous_format).view(torch.float32)
