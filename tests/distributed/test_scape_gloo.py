@@ -65,6 +65,10 @@ def batch(step, rank):
     return x, torch.roll(x, 1, dims=1)
 
 
+def whole_of(p):
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
 def cloned(state):
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
@@ -205,7 +209,7 @@ def tensor_parallel_case(rank):
     norm = opt.metrics()["scape_grad_norm"]
     whole = net()
     for p, q in zip(model.parameters(), whole.parameters(), strict=True):
-        q.data.copy_(p.full_tensor() if isinstance(p, DTensor) else p)
+        q.data.copy_(whole_of(p))
     train_step = batch(10, rank // 2)
     for m in (model, whole):
         F.mse_loss(m(train_step[0]), train_step[1]).backward()
@@ -213,7 +217,7 @@ def tensor_parallel_case(rank):
     norm = opt.metrics()["scape_grad_norm"]
     want = torch.stack([p.grad.norm() for p in whole.parameters()]).norm().item()
     every = [None] * 4
-    dist.all_gather_object(every, [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()])  # fmt: skip
+    dist.all_gather_object(every, [whole_of(p) for p in model.parameters()])
     return {
         "norm counts each element once": abs(norm - want) < 1e-5,
         "replicas equal": all(all_equal(every[0], e) for e in every),
