@@ -4,6 +4,8 @@
 """
 
 import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils import _pytree
 
 __all__ = [
     "AllGather",
@@ -26,11 +29,15 @@ __all__ = [
     "group_from_name",
     "is_resharded_to_subgroup",
     "is_sharded",
+    "keep_version",
     "keeps_unsharded_after_forward",
+    "map_tensors",
+    "no_torch_function",
     "num_groups",
     "reduce_scatter_single",
     "shard_group",
     "torch_version",
+    "wrapper_tensor",
 ]
 
 # 2.13 renamed the flat collectives and warns on the old names, which 2.11 has alone.
@@ -126,3 +133,25 @@ def torch_version() -> tuple[int, int]:
     """Return torch's (major, minor)."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def wrapper_tensor(
+    cls: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Return a tensor of subclass `cls` that shows this shape and dtype and holds no data."""
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+
+
+def no_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which subclasses' `__torch_function__` isn't called."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which writes to `tensor` don't invalidate what autograd saved."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+
+
+def map_tensors(cls: type, fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Return nested arguments with `fn` applied to the values of type `cls`."""
+    return _pytree.tree_map_only(cls, fn, tree)

@@ -1,4 +1,4 @@
-"""The command line: `thinwire train | compare | lab | bench | report | recipes | env`.
+"""The command line: `thinwire train | compare | bench | report | recipes | env`.
 
 Errors a user can cause are one line on standard error, exit status 2. torch is imported by the
 commands that need it only.
@@ -28,7 +28,6 @@ usage: thinwire COMMAND ...
                      train; `thinwire train --help` lists every setting
   report DIR...      one HTML page of one or several runs
   compare R1 R2 ...  run recipes over several seeds and compare
-  lab R1 R2 ...      run recipes over shaped links
   bench              time the codecs
   recipes            list the recipes
   env                versions, devices and extras
@@ -111,6 +110,7 @@ def _train(args: list[str]) -> int:
         "resume": where,
         "progress": sys.stderr.isatty(),
         "device": config.compute.device,
+        "threads": config.compute.threads,
     }
     if under_torchrun:
         from thinwire.train.worker import run_under_torchrun
@@ -182,21 +182,12 @@ def _print_result(run: dict[str, Any]) -> None:
     print(f"numbers in {out}/run.json and {out}/metrics.jsonl; report: {page}")
 
 
-def _report(args: list[str]) -> int:
-    import tyro
-
-    from thinwire.report import ReportConfig, report
-
-    print(report(tyro.cli(ReportConfig, args=args, prog="thinwire report")))
-    return 0
-
-
 def _recipes(args: list[str]) -> int:
     from thinwire.train.recipes import DEFAULT, RECIPES
 
     for name, make in RECIPES.items():
         mark = "  (default)" if name == DEFAULT else ""
-        print(f"{name:<14}{(make.__doc__ or '').splitlines()[0]}{mark}")
+        print(f"{name:<20}{(make.__doc__ or '').splitlines()[0]}{mark}")
     return 0
 
 
@@ -219,9 +210,22 @@ def _env(args: list[str]) -> int:
     return 0
 
 
-def _elsewhere(module: str) -> Callable[[list[str]], int]:
-    """Return a command that hands its arguments to `module.main(args) -> status`."""
-    return lambda args: importlib.import_module(module).main(args)
+def _compare(args: list[str]) -> int:
+    from thinwire.lab.compare import main as compare
+    from thinwire.report import write_compare
+
+    # The experiment and its page are independent of each other: they meet here.
+    return compare(args, write_compare)
+
+
+def _elsewhere(name: str) -> Callable[[list[str]], int]:
+    """Return a command that hands its arguments to `name.main(args) -> status`."""
+
+    def run(args: list[str]) -> int:
+        module = importlib.import_module(name)
+        return int(module.main(args))
+
+    return run
 
 
 EXTRAS = {
@@ -233,9 +237,8 @@ EXTRAS = {
 }
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "report": _report,
-    "compare": _elsewhere("thinwire.lab.compare"),
-    "lab": _elsewhere("thinwire.lab"),
+    "report": _elsewhere("thinwire.report"),
+    "compare": _compare,
     "bench": _elsewhere("thinwire.lab.bench"),
     "recipes": _recipes,
     "env": _env,

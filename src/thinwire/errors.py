@@ -29,7 +29,13 @@ class CheckpointError(ThinwireError):
 
 
 class RunError(ThinwireError):
-    """The files of a finished run (run.json, metrics.jsonl) that are missing or unreadable."""
+    """The files of a run (run.json, metrics.jsonl) that are missing or unreadable.
+
+    Attributes:
+        status: exit status of a command that ends with it.
+    """
+
+    status = 2
 
 
 class WireError(ThinwireError, ValueError):

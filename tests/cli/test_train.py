@@ -19,6 +19,7 @@ SMALL = [
     *("--data.batch-seqs", "4", "--evaluation.num-seqs", "2", "--model.num-layers", "1"),
     *("--model.dim", "32", "--model.num-heads", "2", "--model.num-kv-heads", "2"),
     *("--model.hidden-dim", "32", "--systems.weights.min-shard-numel", "64"),
+    *("--systems.weights.block-size", "128"),
 ]
 
 # arguments -> what the one line must say
@@ -38,6 +39,8 @@ MISTAKES = {
     "--nproc 3": "data.batch_seqs 16 must be a multiple of data ranks x data.micro_batches = 3",
     "dense-pp --nproc 2 --data.micro-batches 1": "pp 2 needs at least 2 micro-batches: set "
     "data.micro_batches (now 1)",
+    "--nproc 4 --compute.reshard-after-forward 3": "compute.reshard_after_forward 3 must be -1, 0 "
+    "or a divisor of mesh.dp_shard 4",
     "--config missing.toml": "cannot read configuration missing.toml: "
     "[Errno 2] No such file or directory: 'missing.toml'",
     "--resume nowhere": "no checkpoint in nowhere: nothing to resume from",
@@ -111,13 +114,14 @@ def thinwire(*args, limit_bytes=None, program=("-m", "thinwire")):
 @pytest.mark.processes
 def test_a_run_writes_its_files_and_prints_the_byte_table(tmp_path):
     out = tmp_path / "run"
-    done = thinwire("train", "static-4bit", "--nproc", 2, *SMALL, "--out", out, "--tensorboard")
+    args = (*SMALL, "--out", out, "--tensorboard", "--compute.dtype", "bfloat16")
+    done = thinwire("train", "static-4bit", "--nproc", 2, *args)
     assert done.returncode == 0, done.stderr
     run = json.loads((out / "run.json").read_text())
     assert run["result"]["steps"] == 3
     assert run["result"]["tokens"] == 3 * 4 * 16
     assert run["config"]["recipe"] == "static-4bit"
-    assert run["ledger"]["weights"]["compressed_ratio"] == pytest.approx(32 / (4 + 32 / 128))
+    assert run["ledger"]["weights"]["compressed_ratio"] == pytest.approx(16 / (4 + 32 / 128))
     assert any(e["name"] == "norm.weight" for e in run["exemptions"])
     assert run["memory"]["params"] == 2 * 256 * 32 + 3 * 32 + 4 * 32 * 32 + 3 * 32 * 32
     assert {"weights", "gradients", "scalars"} <= {line.split()[0] for line in table_of(done)}

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -80,9 +80,19 @@ def make_tokens(batch=2, length=16, seed=1):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def loss_of(net, batch):
-    logits = net(batch[0])
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
+def full(t):
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def gradients(net, batch, forward=None):
+    """Return the loss, logits and all gradients, whole."""
+    logits = (forward or net)(batch[0])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+    net.zero_grad()
+    loss.backward()
+    out = {"loss": loss.detach(), "logits": logits.detach()}
+    return out | {name: full(p.grad) for name, p in net.named_parameters()}
 
 
 def shared(layout):
@@ -100,7 +110,7 @@ def tp_plan(*, share=True):
     return plan
 
 
-def sp_plan(*, head=True):
+def sp_plan(*, head=True, share=True):
     """Tensor and sequence parallel, embedding and head split too."""
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -111,7 +121,9 @@ def sp_plan(*, head=True):
     if head:
         plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
     for inner, columns, row in (("attn", "qkv", "o"), ("mlp", ("up", "gate"), "down")):
-        plan[f"layers.*.{inner}"] = shared(Shard(1))
-        plan |= {f"layers.*.{inner}.{c}": ColwiseParallel() for c in columns}
+        if share:
+            plan[f"layers.*.{inner}"] = shared(Shard(1))
+        inputs = None if share else Shard(1)
+        plan |= {f"layers.*.{inner}.{c}": ColwiseParallel(input_layouts=inputs) for c in columns}
         plan[f"layers.*.{inner}.{row}"] = RowwiseParallel(output_layouts=Shard(1))
     return plan

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from tests.fsdp_models import build, loss_of, train
+from tests.fsdp_models import Net, build, loss_of, train
 from thinwire import _compat, aquavit
 from thinwire.aquavit import Difference, Schedule, Static
 from thinwire.codecs import Blockwise, Cast
@@ -501,3 +501,57 @@ def test_weight_differences_follow_the_masters():
     (error, first), (_, second) = run_ranks(2, fn)
     assert torch.equal(first, second)
     assert 0 < error < 0.01
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [SIX, Schedule(6), Difference(Blockwise(bits=4, block_size=128))],
+    ids=["static", "ascending", "difference"],
+)
+def test_a_simulated_run_is_the_sharded_run(schedule):
+    """One process with virtual shards gives the losses of three ranks, up to the sum's order."""
+    num_ranks, steps = 3, 6
+
+    def fn(rank):
+        model = build(mesh_of(num_ranks))
+        handle = aquavit.attach(model, schedule, min_shard_numel=0)
+        losses = train(model, rank, steps)
+        return losses, handle.metrics()["bits"]
+
+    sharded = run_ranks(num_ranks, fn)
+    torch.manual_seed(0)
+    model = Net()
+    originals = {id(p) for p in model.parameters()}
+    handle = aquavit.simulate(model, schedule, num_ranks=num_ranks, min_shard_numel=0)
+    assert {id(p) for p in model.parameters()} == originals
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        losses = [loss_of(model, step, rank) for rank in range(num_ranks)]
+        (sum(losses) / num_ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank, loss in enumerate(losses):
+            torch.testing.assert_close(loss, sharded[rank][0][step], rtol=2e-3, atol=2e-3)
+    assert handle.metrics()["bits"] == sharded[0][1]
+    assert set(handle.layer_errors()) == {n for n, p in Net().named_parameters() if p.dim() > 1}
+
+
+def test_stochastic_rounding_agrees_over_gathers_and_ranks_and_moves_with_the_step():
+    def fn(rank):
+        model = build(mesh_of(2))
+        handle = aquavit.attach(model, Schedule(10), min_shard_numel=0, rounding="stochastic")
+        spy = Spy(model)
+        seen = []
+        for step in range(2):
+            handle.set_step(5 + step)  # the level may stay, the random numbers must not
+            loss_of(model, 0, rank).backward()
+            forward, backward = spy.outputs["blocks.0"]
+            assert torch.equal(forward, backward)
+            seen.append(forward)
+            for outputs in spy.outputs.values():
+                outputs.clear()
+        return seen
+
+    first, second = run_ranks(2, fn)
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(*first)

@@ -37,6 +37,10 @@ def answers(tmp_path_factory):
     parts = {
         "stuck": {"config": SMALL | {"out": str(tmp_path_factory.mktemp("stuck"))}},
         "poisoned": {"config": SMALL | {"out": str(tmp_path_factory.mktemp("poisoned"))}},
+        "evaluated": {
+            "config": SMALL
+            | {"systems": {"weights": {"codec": "static", "bits": 4, "min_shard_numel": 64}}}
+        },
         "disjoint_experts": {"config": SMALL | {"model": model}},
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -51,6 +55,14 @@ def test_a_frozen_loss_ends_the_run(answers):
         assert answer["step"] == SMALL["watchdog"]["stuck_steps"] - 1
         assert answer["error"].startswith("StuckError")
         assert f"loss {math.log(256):.4f} unchanged" in answer["error"]
+
+
+def test_both_gathered_and_master_weights_can_be_evaluated(answers):
+    """Field case W2: training looks fine, evaluation is bad."""
+    first, second = answers["evaluated"]
+    assert first == second
+    assert first["gathered"] != first["master"]
+    assert first["gathered"] == pytest.approx(first["master"], rel=1e-2)
 
 
 def test_a_nan_on_one_rank_ends_the_run_on_all(answers):

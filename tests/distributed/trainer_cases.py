@@ -16,6 +16,7 @@ from thinwire.train.loop import Trainer, train
 from thinwire.train.model import build
 from thinwire.train.parse import from_dict
 from thinwire.train.passes import token_loss
+from thinwire.train.systems import full_precision
 
 
 def losses(payload):
@@ -51,6 +52,15 @@ def resumed(payload):
 def several(payload):
     """Run other functions of this file one after the other, in one launch."""
     return {name: globals()[name](part) for name, part in payload["parts"].items()}
+
+
+def evaluated(payload):
+    """Return the held-out loss of the gathered and of the master weights after a step."""
+    trainer = Trainer.build(from_dict(payload["config"]), torch.device("cpu"))
+    trainer.train_step()
+    gathered = trainer.evaluate()
+    with full_precision(trainer.systems):
+        return {"gathered": gathered, "master": trainer.evaluate()}
 
 
 def stuck(payload):

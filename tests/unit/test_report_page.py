@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 import pytest
 from report_fixture import make_run, metrics_lines, run_record
 
+from thinwire import cli
 from thinwire.errors import RunError
 from thinwire.report import ReportConfig, report, write
 
@@ -166,3 +167,29 @@ def test_a_page_that_cannot_be_written_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot write the page"):
         write([make_run(tmp_path)], tmp_path / "file" / "page.html")
+
+
+def test_what_the_run_ran_on_and_what_each_rank_sent(tmp_path):
+    first = {"pipeline": {"calls": 1, "dense_bytes": 8000, "wire_bytes": 2000}}
+    other = {"gradients": {"calls": 1, "dense_bytes": 500, "wire_bytes": 500}}
+    record = run_record(
+        num_ranks=2,
+        mesh={"pp": 2, "dp_shard": 1},
+        device="cpu",
+        data={"source": "stdlib"},
+        ledger=first,
+        ledger_ranks=[first, first | other],
+    )
+    found = page(make_run(tmp_path, record=record), out=tmp_path / "p.html")
+    assert "run · 2 ranks (pp 2) · cpu · data stdlib" in found.text
+    assert ["0", "2.00 kB", "0 B", "2.00 kB"] in found.rows
+    assert ["1", "2.00 kB", "500 B", "2.50 kB"] in found.rows
+
+
+def test_command_line(tmp_path, capsys):
+    run = make_run(tmp_path)
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+    for bad in (["report"], ["report", str(tmp_path / "none")], ["report", str(run), "--foo"]):
+        assert cli.main(bad) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1

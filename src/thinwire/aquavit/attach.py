@@ -15,7 +15,7 @@ from thinwire.aquavit.gather import WeightGather
 from thinwire.aquavit.handle import KEEP_WIRE, Handle, LevelFor
 from thinwire.aquavit.reduce import GradientReduce
 from thinwire.aquavit.schedule import Difference, Schedule, Static
-from thinwire.aquavit.segments import Rules, Segment, clean_name, find_segments
+from thinwire.aquavit.segments import Rules, Segment, clean_name, find_segments, recodes
 from thinwire.codecs import Codec
 from thinwire.comm.ledger import Ledger
 from thinwire.errors import ConfigError
@@ -37,13 +37,17 @@ def attach(
     source: str = "master",
     layout: str = "split",
     meta: str = "fp16",
+    rounding: str = "nearest",
+    seed: int = 0,
     nonfinite: str = "raise",
     level_for: LevelFor | None = None,
 ) -> Handle:
     """Compress the weight gathers of an FSDP2 model; call it on every rank after `fully_shard`.
 
     What is not quantized (1-D parameters, small shards, frozen ones, `exclude`) travels raw and is
-    declared to the ledger. Weights in `state_dict()` and checkpoints stay full precision.
+    declared to the ledger. Weights in `state_dict()` and checkpoints stay full precision. Weights
+    that `thinwire.eco` stores quantized travel as their stored codes, or by the schedule's codec
+    where that is smaller.
 
     Args:
         model: a model on which `fully_shard` was called; its FSDP modules get comm objects.
@@ -62,6 +66,8 @@ def attach(
         source: "master" encodes the fp32 shard, "cast" what FSDP2 hands over (after its cast).
         layout: wire layout of `Blockwise`: "split" or "interleaved".
         meta: type of scale and minimum: "fp16" or "bf16".
+        rounding: "nearest" (ties to even) or "stochastic" (zero-mean error, twice its square).
+        seed: key of stochastic rounding; the same on every rank.
         nonfinite: NaN or infinity in weights or gradients: "raise" on all ranks or "propagate".
         level_for: optional `(step, module_name) -> (bits, block_size) | None` that overrides the
             schedule for one FSDP module; must be the same function of its arguments on all ranks.
@@ -97,11 +103,28 @@ def attach(
         meta=meta,
         nonfinite=nonfinite,
         level_for=level_for,
+        rounding=rounding,
+        seed=seed,
     )
     segments = {name: find_segments(model, module, rules) for name, module in modules}
+    handle.stores = any(s.stored_nbytes for group in segments.values() for s in group)
     _check_qualifies(segments, schedule, gradients)
+    _check_stored(segments, schedule)
     groups = [g for _, m in modules if (g := _compat.shard_group(m)) is not None]
-    settings = repr((schedule, rules, keep_wire, gradients, error_feedback, source, layout, meta))
+    settings = repr(
+        (
+            schedule,
+            rules,
+            keep_wire,
+            gradients,
+            error_feedback,
+            source,
+            layout,
+            meta,
+            rounding,
+            seed,
+        )
+    )
     _check_agreement(settings, segments, groups)
     for name, module in modules:
         if segments[name]:
@@ -128,6 +151,8 @@ def _check_qualifies(
     every = [s for group in segments.values() for s in group]
     if (schedule is None and gradients is None) or any(s.reason is None for s in every):
         return
+    if gradients is None and any(s.stored_nbytes for s in every):
+        return  # the stored codes are what is compressed
     reasons = "; ".join(f"{s.name}: {s.reason}" for s in every[:5])
     raise ConfigError(
         f"no parameter of the model qualifies for compression ({reasons}"
@@ -135,11 +160,24 @@ def _check_qualifies(
     )
 
 
+def _check_stored(segments: dict[str, list[Segment]], schedule: object) -> None:
+    stored = [s.name for group in segments.values() for s in group if s.stored_nbytes]
+    if stored and isinstance(schedule, Difference):
+        raise ConfigError(
+            f"weight differences keep a full-precision copy; {stored[0]!r} is stored quantized: "
+            "use another schedule"
+        )
+
+
 def _check_agreement(
     settings: str, segments: dict[str, list[Segment]], groups: list[dist.ProcessGroup]
 ) -> None:
     """Compare a hash of everything that fixes message sizes over each shard group."""
-    facts = [(n, s.name, s.numel, s.reason) for n, group in segments.items() for s in group]
+    facts = [
+        (n, s.name, s.numel, s.reason, s.stored_nbytes)
+        for n, group in segments.items()
+        for s in group
+    ]
     digest = hashlib.sha256(repr((settings, facts)).encode()).digest()[:8]
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     for group in {id(g): g for g in groups}.values():
@@ -159,6 +197,9 @@ def _group_device(segments: dict[str, list[Segment]]) -> torch.device:
 
 
 def _install(handle: Handle, name: str, module: FSDPModule, segments: list[Segment]) -> None:
+    for segment in segments:
+        if segment.stored_nbytes:
+            segment.shard.stored.recode = _recode(handle, name, segment)
     if isinstance(handle.schedule, Difference):
         handle.gathers[name] = DifferenceGather(handle, name, segments, handle.schedule.codec)
     else:
@@ -180,6 +221,16 @@ def _install(handle: Handle, name: str, module: FSDPModule, segments: list[Segme
             handle.reduces[name].keep_residual(group.size(), segments[0].param.device)
 
 
+def _recode(handle: Handle, name: str, segment: Segment) -> Callable[[], Codec | None]:
+    """Return what a stored shard asks at each gather (see `recodes`)."""
+
+    def recode() -> Codec | None:
+        codec = handle.codec_for(name)
+        return codec if recodes(segment, codec) else None
+
+    return recode
+
+
 def _note_grad_mode(handle: Handle) -> Callable[..., None]:
     # FSDP2 gathers under no_grad, so its calls cannot tell training from evaluation; ours, which
     # runs before FSDP2's own hook, can.
@@ -194,18 +245,26 @@ def _declare(handle: Handle, segments: dict[str, list[Segment]], num_ranks: int)
     ledger = handle.ledger
     if ledger is None:
         return
-    links = [
-        link
-        for link, wanted in (("weights", handle.schedule), ("gradients", handle.gradients))
-        if wanted is not None
-    ]
+    wanted = {
+        "weights": handle.schedule is not None or handle.stores,
+        "gradients": handle.gradients is not None,
+    }
+    links = [link for link, asked in wanted.items() if asked]
     for link in links:
         ledger.expect(link, num_ranks=num_ranks)
         for segment in (s for group in segments.values() for s in group):
-            trains = segment.param.sharded_param.requires_grad
-            if segment.reason and (link == "weights" or trains):
+            reason = _why_exempt(handle, link, segment)
+            if reason is not None:
                 nbytes = segment.numel * segment.param.sharded_param.itemsize
-                ledger.declare_exempt(link, segment.name, segment.reason, nbytes)
+                ledger.declare_exempt(link, segment.name, reason, nbytes)
+
+
+def _why_exempt(handle: Handle, link: str, segment: Segment) -> str | None:
+    if link == "gradients":
+        return segment.reason if segment.param.sharded_param.requires_grad else None
+    if segment.stored_nbytes:
+        return None
+    return segment.reason or ("not stored quantized" if handle.schedule is None else None)
 
 
 def _follow(handle: Handle, model: nn.Module, segments: dict[str, list[Segment]]) -> None:

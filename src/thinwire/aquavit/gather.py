@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from thinwire import _compat
-from thinwire.aquavit.segments import Segment, Span, lay_out
+from thinwire.aquavit.segments import Segment, Span, lay_out, recodes
 from thinwire.codecs import Codec
 from thinwire.comm import call, transport
 from thinwire.comm.ledger import all_gather_sent
@@ -56,14 +56,14 @@ class WeightGather(_compat.AllGather):
     ) -> dist.Work | None:
         """Fill output_tensor [R*N] from every rank's input_tensor [N], a slice of the output."""
         codec = self.handle.codec_for(self.name)
-        if codec is None or all(s.reason for s in self.segments) or self._in_subgroup():
+        if codec is None or not self._compresses(codec) or self._in_subgroup():
             return self._gather_raw(output_tensor, input_tensor, group, async_op)
         spans = self.spans(codec, input_tensor.dtype)
-        if sum(s.numel for s in self.segments) != input_tensor.numel():
+        if spans[-1].elements.stop != input_tensor.numel():
             raise ConfigError(
                 f"module {self.name!r} gathers {input_tensor.numel()} elements but its parameters "
-                f"hold {sum(s.numel for s in self.segments)}: parameters were replaced after "
-                "attach; attach again after the change"
+                f"hold {spans[-1].elements.stop}: parameters were replaced after attach; attach "
+                "again after the change"
             )
         wires, work = self._wires(codec, spans, input_tensor, group, async_op)
 
@@ -74,6 +74,11 @@ class WeightGather(_compat.AllGather):
             return _DecodeOnWait(work, finish)
         finish()
         return None
+
+    def _compresses(self, codec: Codec) -> bool:
+        return any(
+            recodes(s, codec) if s.stored_nbytes else s.reason is None for s in self.segments
+        )
 
     def spans(self, codec: Codec, dtype: torch.dtype) -> list[Span]:
         """Return the message layout for a codec."""
@@ -90,21 +95,21 @@ class WeightGather(_compat.AllGather):
         """Forget encoded and kept messages: the weights changed."""
         self._message = self._kept = None
 
-    def encoded(self, codec: Codec, spans: list[Span], input_tensor: Tensor) -> Tensor:
+    def encoded(self, codec: Codec, spans: list[Span], input_tensor: Tensor, rank: int) -> Tensor:
         """Return this rank's message [W], encoded once per state of its weights."""
         key = (codec, input_tensor.dtype, self._versions())
         if self._message is None or self._message[0] != key:
             with call.timed(self.handle.ledger, "weights", "encode_s"):
-                self._message = (key, self._encode(codec, spans, input_tensor))
+                self._message = (key, self._encode(codec, spans, input_tensor, rank))
         return self._message[1]
 
-    def _encode(self, codec: Codec, spans: list[Span], input_tensor: Tensor) -> Tensor:
+    def _encode(self, codec: Codec, spans: list[Span], input_tensor: Tensor, rank: int) -> Tensor:
         nbytes = spans[-1].bytes.stop
         message = torch.empty(nbytes, dtype=torch.uint8, device=input_tensor.device)
         for span in spans:
             part, out = input_tensor[span.elements], message[span.bytes]
-            if span.segment.reason:
-                out.copy_(part.view(torch.uint8))
+            if not span.coded:
+                out.copy_(part.view(torch.uint8)[: span.wire_nbytes])
                 continue
             master = _compat.fsdp_param_data(span.segment.param)
             # A codec that sends the dtype as it is (Cast) has room for the cast values alone.
@@ -112,7 +117,10 @@ class WeightGather(_compat.AllGather):
             if self.handle.source == "master" and fits:
                 # Offloaded shards lie on the CPU: encode after the copy to the device.
                 part = master.to(part.device)
-            codec.encode(part, out=out)
+            elif part.dtype == torch.uint8:
+                part = part.clone().view(span.segment.dtype)
+            coder = self.handle.keyed(codec, span.segment.name, rank * span.segment.numel)
+            coder.encode(part, out=out)
         return message
 
     def _wires(
@@ -140,7 +148,7 @@ class WeightGather(_compat.AllGather):
             if self.handle.keep_wire == "forward":
                 self._kept = None
             return wires, None
-        message = self.encoded(codec, spans, input_tensor)
+        message = self.encoded(codec, spans, input_tensor, group.rank())
         with call.timed(self.handle.ledger, "weights", "wait_s"):
             wires, work = transport.all_gather(message, group, async_op=async_op)
         self._book(spans, input_tensor, group.size())
@@ -159,21 +167,23 @@ class WeightGather(_compat.AllGather):
         with call.timed(handle.ledger, "weights", "decode_s"):
             for span in spans:
                 part, out = wires[:, span.bytes], out_RN[:, span.elements]
-                if span.segment.reason:
-                    out.copy_(part.contiguous().view(dtype))
+                if not span.coded:
+                    out.view(torch.uint8)[:, : span.wire_nbytes] = part
                     continue
-                if span.segment.numel == 0:
+                numel, own = span.segment.numel, span.segment.dtype
+                if numel == 0:
                     continue
-                call.raise_if_flagged(
-                    codec, part, span.segment.numel, dtype, handle.nonfinite, "weights"
-                )
-                codec.decode(part, span.segment.numel, dtype, out=out)
+                call.raise_if_flagged(codec, part, numel, own, handle.nonfinite, "weights")
+                if dtype == torch.uint8:
+                    out.copy_(codec.decode(part, numel, own).view(torch.uint8))
+                else:
+                    codec.decode(part, numel, dtype, out=out)
 
     def _book(self, spans: list[Span], input_tensor: Tensor, num_ranks: int) -> None:
         if self.handle.ledger is None:
             return
-        exempt = sum(span.wire_nbytes for span in spans if span.segment.reason)
-        dense = input_tensor.numel() * input_tensor.itemsize
+        exempt = sum(span.wire_nbytes for span in spans if span.exempt)
+        dense = self._dense_bytes(input_tensor)
         self.handle.ledger.book(
             "weights",
             dense_bytes=all_gather_sent(dense, num_ranks),
@@ -181,14 +191,24 @@ class WeightGather(_compat.AllGather):
             exempt_bytes=all_gather_sent(exempt, num_ranks),
         )
 
+    def _dense_bytes(self, input_tensor: Tensor) -> int:
+        """Return what this rank's weights take in the dtype that the model computes with."""
+        if not any(s.stored_nbytes for s in self.segments):
+            return input_tensor.numel() * input_tensor.itemsize
+        return sum(s.numel * s.dtype.itemsize for s in self.segments)
+
     def _gather_raw(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
         if self.handle.ledger is not None:
-            sent = all_gather_sent(input_tensor.numel() * input_tensor.itemsize, group.size())
-            exempt = 0 if self.handle.schedule is None else sent
+            wire = input_tensor.numel() * input_tensor.itemsize
+            stored = sum(s.stored_nbytes for s in self.segments)
+            compresses = self.handle.schedule is not None or self.handle.stores
             self.handle.ledger.book(
-                "weights", dense_bytes=sent, wire_bytes=sent, exempt_bytes=exempt
+                "weights",
+                dense_bytes=all_gather_sent(self._dense_bytes(input_tensor), group.size()),
+                wire_bytes=all_gather_sent(wire, group.size()),
+                exempt_bytes=all_gather_sent(wire - stored, group.size()) if compresses else 0,
             )
         return _compat.all_gather_single(
             output_tensor, input_tensor, group=group, async_op=async_op
@@ -200,9 +220,7 @@ class WeightGather(_compat.AllGather):
         return any(_compat.is_resharded_to_subgroup(s.param) for s in self.segments)
 
     def _versions(self) -> tuple[int, ...]:
-        # An in-place operation on the DTensor counts there, one on its local tensor counts here.
-        shards = [(s.param.sharded_param, _compat.fsdp_param_data(s.param)) for s in self.segments]
-        return tuple(version for pair in shards for version in (pair[0]._version, pair[1]._version))
+        return tuple(version for s in self.segments for version in s.versions())
 
 
 class _DecodeOnWait(dist.Work):

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,11 @@ from thinwire.aquavit.difference import DifferenceGather
 from thinwire.aquavit.gather import WeightGather
 from thinwire.aquavit.reduce import GradientReduce
 from thinwire.aquavit.schedule import Difference, Level, Schedule, Static
+from thinwire.aquavit.segments import recodes
 from thinwire.codecs import Blockwise, Codec
 from thinwire.comm.ledger import Ledger
 from thinwire.errors import CheckpointError, ConfigError
+from thinwire.kernels.random import RandomKey, tensor_id
 
 __all__ = ["KEEP_WIRE", "Handle", "LevelFor"]
 
@@ -42,6 +44,7 @@ class Handle:
         epoch: states of the weights seen.
         trains: whether the forward under way records gradients; one that does not has no backward
             that would use a kept wire.
+        stores: whether some weights are stored quantized.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Handle:
         meta: str,
         nonfinite: str,
         level_for: LevelFor | None,
+        rounding: str = "nearest",
+        seed: int = 0,
     ):
         self.schedule = schedule
         self.ledger = ledger
@@ -68,9 +73,11 @@ class Handle:
         self.step = 0
         self.epoch = 0
         self.trains = True
+        self.stores = False
         self.gathers: dict[str, WeightGather | DifferenceGather] = {}
         self.reduces: dict[str, GradientReduce] = {}
         self._layout, self._meta = layout, meta
+        self._rounding, self._seed = rounding, seed
         self._level_for = level_for
         self._index = -1
         self._module_bpw: dict[str, float] = {}
@@ -104,8 +111,22 @@ class Handle:
                 layout=self._layout,
                 meta=self._meta,
                 pad_to=pad_to,
+                rounding=self._rounding,
             )
         return self._codecs[pair]
+
+    def keyed(self, codec: Codec, name: str, offset: int) -> Codec:
+        """Return the codec with the random numbers of this step, for stochastic rounding.
+
+        Args:
+            codec: what `codec_for` returned.
+            name: full parameter name.
+            offset: flat index of the shard's first element in the padded parameter.
+        """
+        if not isinstance(codec, Blockwise) or codec.rounding != "stochastic":
+            return codec
+        key = RandomKey(run_key=self._seed, tensor=tensor_id(name), step=self.step, offset=offset)
+        return replace(codec, key=key)
 
     def _hold_monotone(self, module_name: str, bpw: float) -> None:
         assert isinstance(self.schedule, Schedule)
@@ -171,9 +192,13 @@ class Handle:
         for module_name, gather in self.gathers.items():
             codec = self.codec_for(module_name)
             for segment in gather.segments if codec is not None else ():
-                if segment.reason is None:
+                if segment.reason is None and not segment.stored_nbytes:
                     w = _compat.fsdp_param_data(segment.param)
-                    local[segment.name] = _square_sums(w, codec)  # type: ignore[arg-type]
+                elif segment.stored_nbytes and recodes(segment, codec):
+                    w = segment.shard.values().view(-1)
+                else:
+                    continue
+                local[segment.name] = _square_sums(w, codec)  # type: ignore[arg-type]
         if not local:
             return {}
         sums = torch.stack(list(local.values()))

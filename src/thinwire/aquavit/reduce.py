@@ -10,6 +10,7 @@ Reference: two-hop quantized gradients as in ZeRO++ (Wang et al., 2023, arXiv 23
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,9 @@ class GradientReduce(_compat.ReduceScatter):
     def __init__(self, handle: "Handle", name: str, segments: list[Segment]):
         self.handle = handle
         self.name = name
-        self.segments = [s for s in segments if s.param.sharded_param.requires_grad]
+        # Gradients of weights that are stored quantized are plain tensors.
+        trained = [s for s in segments if s.param.sharded_param.requires_grad]
+        self.segments = [replace(s, stored_nbytes=0) for s in trained]
         self.residual: Tensor | None = None
 
     def keep_residual(self, num_ranks: int, device: torch.device) -> None:

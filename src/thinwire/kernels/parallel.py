@@ -18,7 +18,16 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 
-__all__ = ["DTYPE_CODES", "SERIAL_ELEMENTS", "array", "backend", "inline", "jit", "run"]
+__all__ = [
+    "DTYPE_CODES",
+    "SERIAL_ELEMENTS",
+    "array",
+    "backend",
+    "flat_rows",
+    "inline",
+    "jit",
+    "run",
+]
 
 # Below this many elements a launch on the pool costs more than it saves.
 SERIAL_ELEMENTS = 32768
@@ -73,6 +82,18 @@ def array(x: Tensor) -> np.ndarray:
     if x.dtype in (torch.bfloat16, torch.float16):
         x = x.view(torch.uint16)
     return x.numpy()
+
+
+def flat_rows(x_RN: Tensor) -> tuple[np.ndarray, int, int]:
+    """Return rows with stride 1 inside as one flat array, the row stride and the number of rows.
+
+    One array type serves contiguous and strided rows, so that a kernel is compiled once.
+    """
+    rows, length = x_RN.shape
+    if rows == 0 or length == 0:
+        return array(x_RN.reshape(-1)), 0, rows
+    stride = x_RN.stride(0) if rows > 1 else 0
+    return array(x_RN.as_strided(((rows - 1) * stride + length,), (1,))), stride, rows
 
 
 def _reset_pool() -> None:

@@ -1,6 +1,7 @@
 """Self-contained HTML pages about training runs and comparisons."""
 
+from thinwire.report.command import main
 from thinwire.report.compare_page import write_compare
 from thinwire.report.page import ReportConfig, report, write
 
-__all__ = ["ReportConfig", "report", "write", "write_compare"]
+__all__ = ["ReportConfig", "main", "report", "write", "write_compare"]

@@ -72,7 +72,7 @@ def _page(data: Mapping[str, Any]) -> Html:
         _losses(data),
         _verdicts(data),
         el("h2", {}, "Training loss"),
-        el("div", {"class": "charts"}, *(draw(_chart(arms, axis)) for axis in _axes(arms))),
+        el("div", {"class": "charts three"}, *(draw(_chart(arms, axis)) for axis in _axes(arms))),
         el("h2", {}, "Every run"),
         _runs(data),
         el("h2", {}, "Versions"),
@@ -96,13 +96,12 @@ def _losses(data: Mapping[str, Any]) -> Html:
     columns = [
         Column("Arm", numeric=False),
         Column("Seeds"),
-        Column(_MEASURES[data["measure"]], meaning="mean over seeds, nats"),
-        Column("Standard error"),
+        Column(f"{_MEASURES[data['measure']]} ± s.e.", meaning="mean over seeds, nats"),
         Column("Difference", meaning=f"mean paired difference to {data['reference']}, nats"),
         Column("95 % interval", meaning="Student's t over the paired differences"),
         Column("Verdict", numeric=False),
         Column("Sent", meaning="bytes sent by one rank, mean over seeds"),
-        Column("Dense over sent"),
+        Column("Ratio", meaning="dense over sent"),
         Column("Time per step", meaning="mean over seeds of the median step"),
     ]
     return table(columns, [_loss_row(arm, i) for i, arm in enumerate(data["arms"])])
@@ -118,13 +117,12 @@ def _loss_row(arm: Mapping[str, Any], colour: int) -> list[str]:
             difference["verdict"],
         )
         if difference["low"] is not None:
-            interval = f"{difference['low']:+.4f} to {difference['high']:+.4f}"
+            interval = f"{_signed(difference['low'])} to {_signed(difference['high'])}"
     return [
         _key(arm["name"], colour),
         str(len(arm["seeds"])),
-        formats.number(arm["loss"]["mean"]),
-        formats.number(arm["loss"]["std_err"], 2),
-        f"{difference['mean']:+.4f}" if difference else formats.NONE,
+        _with_error(arm["loss"]),
+        _signed(difference["mean"]) if difference else formats.NONE,
         interval,
         verdict,
         formats.nbytes(arm["bytes"]["wire"]),
@@ -133,13 +131,27 @@ def _loss_row(arm: Mapping[str, Any], colour: int) -> list[str]:
     ]
 
 
+def _unbroken(text: str) -> str:
+    """Return text in which no line ends between a number and its per cent sign."""
+    return text.replace(" %", "\u00a0%")
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−")
+
+
+def _with_error(loss: Mapping[str, Any]) -> str:
+    error = loss["std_err"]
+    return f"{loss['mean']:.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
 def _key(name: str, colour: int) -> Html:
     return join([el("i", {"class": f"key c{colour % NUM_COLOURS}"}), name])
 
 
 def _verdicts(data: Mapping[str, Any]) -> Html:
     lines = [
-        el("p", {}, el("b", {}, arm["name"]), f" is {arm['words']}.")
+        el("p", {"class": "wide"}, el("b", {}, arm["name"]), _unbroken(f" is {arm['words']}."))
         for arm in data["arms"]
         if arm["words"]
     ]
@@ -198,7 +210,7 @@ def _versions(versions: Sequence[Mapping[str, Any]]) -> Html:
         return el("p", {"class": "quiet"}, "Not recorded.")
     names = list(dict.fromkeys(name for found in versions for name in found))
     rows = [[name, *(str(found.get(name, formats.NONE)) for found in versions)] for name in names]
-    columns = [Column("", numeric=False), *(Column("") for _ in versions)]
+    columns = [Column("", numeric=False)] * (1 + len(versions))
     parts = [table(columns, rows)]
     if len(versions) > 1:
         text = (

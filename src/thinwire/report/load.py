@@ -12,7 +12,9 @@ from thinwire.errors import RunError
 __all__ = ["KNOWN_KEYS", "Run", "load_run", "read_json_object"]
 
 # Keys of a metrics line with a place of their own on the page; every other number gets a chart.
-KNOWN_KEYS = frozenset({"step", "loss", "val_loss", "tokens", "wire", "layer_errors"})
+KNOWN_KEYS = frozenset(
+    {"step", "loss", "val_loss", "val_bits_per_byte", "tokens", "wire", "eval_wire", "layer_errors"}
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +29,8 @@ class Run:
         result: `steps, tokens, train_loss, val_loss, val_bits_per_byte, wall_s, step_s_median`;
             empty while the run has not ended.
         ledger: per link the totals of `comm.LinkTotals.to_dict`, bytes sent by one rank.
+        ledger_ranks: the same of every rank, in order; empty where not recorded.
+        setting: what the run ran on: `num_ranks`, `mesh`, `device`, `data`, as far as recorded.
         memory: `weight_bytes, optimizer_bytes, params`.
         exemptions: `link, name, reason, nbytes` of each tensor sent uncompressed.
         layer_errors: parameter name to relative error of its compressed form.
@@ -40,6 +44,8 @@ class Run:
     versions: Mapping[str, Any] = field(default_factory=dict)
     result: Mapping[str, Any] = field(default_factory=dict)
     ledger: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    ledger_ranks: list[Mapping[str, Mapping[str, float]]] = field(default_factory=list)
+    setting: Mapping[str, Any] = field(default_factory=dict)
     memory: Mapping[str, Any] = field(default_factory=dict)
     exemptions: list[Mapping[str, Any]] = field(default_factory=list)
     layer_errors: Mapping[str, float] = field(default_factory=dict)
@@ -79,7 +85,9 @@ def load_run(run_dir: Path) -> Run:
     run = Run(name=run_dir.resolve().name, recipe_name=recipe_name)
     for key in ("config", "versions", "result", "memory"):
         setattr(run, key, _mapping(raw, key, path))
-    run.ledger = _ledger(raw, path)
+    run.setting = {key: raw[key] for key in ("num_ranks", "mesh", "device", "data") if key in raw}
+    run.ledger = _check_ledger(_mapping(raw, "ledger", path), path)
+    run.ledger_ranks = [_check_ledger(ledger, path) for ledger in raw.get("ledger_ranks") or []]
     run.exemptions = _exemptions(raw, path)
     run.layer_errors = {k: v for k, v in _mapping(raw, "layer_errors", path).items() if finite(v)}
     run.metrics, run.notes = _read_metrics(run_dir / "metrics.jsonl")
@@ -135,8 +143,9 @@ def _mapping(raw: Mapping[str, Any], key: str, path: Path) -> dict[str, Any]:
     return value
 
 
-def _ledger(raw: Mapping[str, Any], path: Path) -> dict[str, dict[str, float]]:
-    ledger = _mapping(raw, "ledger", path)
+def _check_ledger(ledger: Any, path: Path) -> dict[str, dict[str, float]]:
+    if not isinstance(ledger, dict):
+        raise RunError(f"{path}: a ledger must be an object, got {type(ledger).__name__}")
     for link, totals in ledger.items():
         if not isinstance(totals, dict) or not all(finite(v) for v in totals.values()):
             raise RunError(f"{path}: ledger[{link!r}] must map names to numbers")

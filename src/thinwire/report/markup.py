@@ -57,7 +57,9 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total: bo
         for row in rows
     ]
     css = {"class": "total"} if total else {}
-    inner = el("table", css, el("thead", {}, el("tr", {}, *head)), el("tbody", {}, *body))
+    named = any(c.heading for c in columns)
+    top = [el("thead", {}, el("tr", {}, *head))] if named else []
+    inner = el("table", css, *top, el("tbody", {}, *body))
     return el("div", {"class": "scroll"}, inner)
 
 

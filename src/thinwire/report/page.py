@@ -4,9 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from thinwire.errors import RunError
 from thinwire.report import formats
@@ -22,6 +19,7 @@ from thinwire.report.tables import (
     exemption_table,
     layer_table,
     name_table,
+    rank_table,
 )
 
 __all__ = ["ReportConfig", "report", "write"]
@@ -37,7 +35,7 @@ class ReportConfig:
             that holds the first run when there are several.
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    runs: tuple[Path, ...]
     out: Path | None = None
 
 
@@ -96,7 +94,7 @@ def _shared_names(runs: Sequence[Run]) -> set[str]:
 def _page(runs: Sequence[Run]) -> Html:
     single = len(runs) == 1
     title = runs[0].recipe if single else ", ".join(dict.fromkeys(run.recipe for run in runs))
-    subtitle = runs[0].name if single else f"{len(runs)} runs side by side"
+    subtitle = _setting(runs[0]) if single else f"{len(runs)} runs side by side"
     head = el(
         "header",
         {},
@@ -104,10 +102,13 @@ def _page(runs: Sequence[Run]) -> Html:
         el("h1", {}, title),
         el("div", {"class": "quiet"}, subtitle),
     )
+    evaluated = any("eval_wire" in line for run in runs for line in run.metrics)
     footer = (
         "Bytes are what one rank (rank 0) sends. Dense: what the uncompressed collectives of the "
         "same declared dtypes would have sent, under the bandwidth-optimal algorithm. "
         "kB, MB, GB are powers of 1000."
+        + " The totals include what evaluation sent; the curves do not."
+        * evaluated
     )
     return document(
         f"{title} · thinwire",
@@ -115,7 +116,7 @@ def _page(runs: Sequence[Run]) -> Html:
         _cards(runs[0]) if single else _overview(runs),
         _notes(runs),
         _curves(runs),
-        _section("What crossed each link", runs, lambda run: byte_table(run.ledger)),
+        _section("What crossed each link", runs, _bytes),
         _section("Exemptions", runs, lambda run: exemption_table(run.exemptions)),
         _layers(runs),
         el("h2", {}, "Memory"),
@@ -127,6 +128,26 @@ def _page(runs: Sequence[Run]) -> Html:
         name_table(runs, "versions"),
         el("footer", {}, footer),
     )
+
+
+def _setting(run: Run) -> str:
+    """Return on what the run ran: its folder, ranks, axes of the mesh, device and text."""
+    setting = run.setting
+    parts = [run.name]
+    if ranks := setting.get("num_ranks"):
+        axes = [f"{k} {v}" for k, v in (setting.get("mesh") or {}).items() if v != 1]
+        plural = "s" * (ranks != 1)
+        parts.append(f"{ranks} rank{plural}{' (' * bool(axes)}{', '.join(axes)}{')' * bool(axes)}")
+    if device := setting.get("device"):
+        parts.append(str(device))
+    data = setting.get("data")
+    if isinstance(data, dict) and "source" in data:
+        parts.append(f"data {data['source']}")
+    return " · ".join(parts)
+
+
+def _bytes(run: Run) -> Html:
+    return join([byte_table(run.ledger), rank_table(run.ledger_ranks)])
 
 
 def _cards(run: Run) -> Html:

@@ -17,6 +17,7 @@ __all__ = [
     "exemption_table",
     "layer_table",
     "name_table",
+    "rank_table",
 ]
 
 _MAX_LAYERS = 12
@@ -45,6 +46,19 @@ def byte_table(ledger: Mapping[str, Mapping[str, float]]) -> Html:
     lines = dict(ledger) | ({"all links": total} if len(ledger) > 1 else {})
     rows = [_byte_row(link, t, timed) for link, t in lines.items()]
     return table(columns, rows, total=len(ledger) > 1)
+
+
+def rank_table(ledgers: Sequence[Mapping[str, Mapping[str, float]]]) -> Html:
+    """Return what each rank sent per link, or a sentence where all ranks sent the same."""
+    if len(ledgers) < 2:
+        return Html("")
+    links = list(dict.fromkeys(link for ledger in ledgers for link in ledger))
+    sent = [[ledger.get(link, {}).get("wire_bytes", 0) for link in links] for ledger in ledgers]
+    if all(row == sent[0] for row in sent):
+        return el("p", {"class": "quiet"}, f"Each of the {len(ledgers)} ranks sent the same.")
+    columns = [Column("Rank", numeric=False), *map(Column, links), Column("All links")]
+    rows = [[str(rank), *map(_exact, row), _exact(sum(row))] for rank, row in enumerate(sent)]
+    return details(f"Sent by each of the {len(ledgers)} ranks", table(columns, rows), is_open=True)
 
 
 def _byte_row(link: str, totals: Mapping[str, float], timed: Sequence[str]) -> list[str]:
@@ -119,9 +133,8 @@ def name_table(runs: Sequence[Run], part: str) -> Html:
     """Return a mapping of each run (`versions` or `memory`) with a column per run."""
     parts: list[Mapping[str, Any]] = [getattr(run, part) for run in runs]
     keys = dict.fromkeys(key for values in parts for key in values)
-    columns = [Column("", numeric=False), *(Column(run.name) for run in runs)]
-    if len(runs) == 1:
-        columns[1] = Column("")
+    names = [""] if len(runs) == 1 else [run.name for run in runs]
+    columns = [Column("", numeric=False), *(Column(name, numeric=False) for name in names)]
     rows = [[key, *(_value(key, values.get(key)) for values in parts)] for key in keys]
     return table(columns, rows) if rows else el("p", {"class": "quiet"}, "Not recorded.")
 

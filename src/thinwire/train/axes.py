@@ -47,6 +47,12 @@ def check_layout(config: Config, sizes: dict[str, int]) -> None:
             f"tp {tp} must divide model.num_kv_heads {model.num_kv_heads} and "
             f"model.hidden_dim {model.hidden_dim}"
         )
+    reshard, dp_shard = config.compute.reshard_after_forward, sizes["dp_shard"]
+    if reshard < -1 or (reshard > 0 and dp_shard % reshard):
+        raise ConfigError(
+            f"compute.reshard_after_forward {reshard} must be -1, 0 or a divisor of "
+            f"mesh.dp_shard {dp_shard}"
+        )
     if tp > 1 and model.num_experts:
         raise ConfigError("experts cannot be split over tp: set mesh.tp 1 or model.num_experts 0")
     if pp > model.num_layers:

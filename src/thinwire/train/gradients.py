@@ -4,37 +4,78 @@ The norm counts each element of the whole model once: a rank's sum of squares is
 number of ranks that hold the same elements, then summed over all ranks in float64.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from thinwire import comm
 from thinwire.comm import Ledger
+from thinwire.comm.ledger import all_reduce_sent
 from thinwire.train.mesh import Layout
 
-__all__ = ["average_over_replicas", "local_square_norm", "scale_gradients"]
+__all__ = ["ReplicaSync", "local_square_norm", "scale_gradients"]
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default
 
 
-def average_over_replicas(params: Iterable[nn.Parameter], layout: Layout, ledger: Ledger) -> None:
-    """All-reduce the local gradients over `dp_replicate` in flat buckets and divide.
+class ReplicaSync:
+    """Average gradients over `dp_replicate`, overlapped with backward where the pass allows it.
 
-    Parameters without a gradient (unused this step) count as zero, so that ranks agree on sizes.
+    1. Parameters, last first, are dealt into flat buckets of about 25 MiB.
+    2. While `armed`, a bucket whose gradients are all there is launched, but never before the
+       buckets in front of it: every rank launches in the same order.
+    3. `finish` launches the rest, waits, divides and writes back. A parameter without a gradient
+       (unused in this step) counts as zero, so that ranks agree on sizes.
+
+    Attributes:
+        armed: set it for the backward that completes the gradients; `finish` clears it.
     """
-    num_replicas = layout.sizes["dp_replicate"]
-    if num_replicas == 1:
-        return
-    for bucket in _buckets(params):
-        flat = torch.cat([g.reshape(-1) for g in bucket])
-        total = comm.all_reduce(
-            flat, None, group=layout.group("dp_replicate"), link="gradients", ledger=ledger
-        )
-        total /= num_replicas
-        for g, part in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
-            g.copy_(part.view_as(g))
+
+    def __init__(self, params: Sequence[nn.Parameter], layout: Layout, ledger: Ledger) -> None:
+        self.armed = False
+        self.ledger = ledger
+        self.num_replicas = layout.sizes["dp_replicate"]
+        self.group = layout.group("dp_replicate")
+        self.buckets = _deal(params) if self.num_replicas > 1 else []
+        self._work: list[tuple[Tensor, dist.Work]] = []
+        self._missing = [len(bucket) for bucket in self.buckets]
+        for index, bucket in enumerate(self.buckets):
+            for p in bucket:
+                p.register_post_accumulate_grad_hook(partial(self._ready, index))
+
+    def _ready(self, index: int, p: Tensor) -> None:
+        if not self.armed:
+            return
+        self._missing[index] -= 1
+        while len(self._work) < len(self.buckets) and self._missing[len(self._work)] == 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        """Send the next bucket on its way."""
+        flat = torch.cat([_local_grad(p).reshape(-1) for p in self.buckets[len(self._work)]])
+        sent = all_reduce_sent(flat.nbytes, self.num_replicas)
+        self.ledger.book("gradients", dense_bytes=sent, wire_bytes=sent)
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None
+        self._work.append((flat, work))
+
+    def finish(self) -> None:
+        """Leave the average in every parameter's gradient; collective over the replicas."""
+        while len(self._work) < len(self.buckets):
+            self._launch()
+        for bucket, (flat, work) in zip(self.buckets, self._work, strict=True):
+            with self.ledger.timed("gradients", "wait_s"):
+                work.wait()
+            flat /= self.num_replicas
+            grads = [_local_grad(p) for p in bucket]
+            for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                g.copy_(part.view_as(g))
+        self.armed = False
+        self._work.clear()
+        self._missing = [len(bucket) for bucket in self.buckets]
 
 
 def local_square_norm(params: Iterable[nn.Parameter], layout: Layout) -> Tensor:
@@ -69,17 +110,21 @@ def _copies(p: nn.Parameter, layout: Layout) -> int:
     return copies
 
 
-def _buckets(params: Iterable[nn.Parameter]) -> Iterable[list[Tensor]]:
-    bucket: list[Tensor] = []
-    nbytes = 0
-    for p in params:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        grad = local(p.grad)
-        if bucket and (nbytes + grad.nbytes > BUCKET_BYTES or grad.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, nbytes = [], 0
-        bucket.append(grad)
-        nbytes += grad.nbytes
-    if bucket:
-        yield bucket
+def _local_grad(p: nn.Parameter) -> Tensor:
+    if p.grad is None:
+        p.grad = torch.zeros_like(p)
+    return local(p.grad)
+
+
+def _deal(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return buckets of parameters, in the order in which backward tends to finish them."""
+    buckets: list[list[nn.Parameter]] = []
+    nbytes = BUCKET_BYTES
+    for p in reversed(params):
+        size = local(p.detach()).nbytes
+        if nbytes + size > BUCKET_BYTES or p.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            nbytes = 0
+        buckets[-1].append(p)
+        nbytes += size
+    return buckets

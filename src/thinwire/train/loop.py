@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from thinwire import comm
+from thinwire import comm, taco
 from thinwire.comm import Ledger
 from thinwire.train.checkpoint import Checkpointer
 from thinwire.train.config import Config
 from thinwire.train.data import TrainBatches, bits_per_byte, held_out_batch
 from thinwire.train.gradients import (
-    average_over_replicas,
+    ReplicaSync,
     local,
     local_square_norm,
     scale_gradients,
@@ -87,6 +87,7 @@ class Trainer:
         systems: attached compression by config node.
         optimizer: AdamW over this rank's parameters.
         batches: training data and its position.
+        sync: averages gradients over replicas.
         passes: forward and backward.
         watchdog: stops a lost run.
         step: finished steps.
@@ -99,6 +100,7 @@ class Trainer:
     systems: dict[str, System]
     optimizer: Optimizer
     batches: TrainBatches
+    sync: ReplicaSync
     passes: Pass
     watchdog: Watchdog
     step: int = 0
@@ -119,6 +121,7 @@ class Trainer:
         ledger = Ledger(timing=config.timing)
         model = parallel_model(config, layout, ledger)
         optimizer = adamw(config.optim, model)
+        sync = ReplicaSync(list(model.parameters()), layout, ledger)
         return cls(
             config=config,
             layout=layout,
@@ -127,7 +130,8 @@ class Trainer:
             systems=attach_systems(config, layout, model, ledger),
             optimizer=optimizer,
             batches=batches,
-            passes=make_pass(config, layout, model, ledger),
+            sync=sync,
+            passes=make_pass(config, layout, model, sync, ledger),
             watchdog=Watchdog(config.watchdog),
         )
 
@@ -193,7 +197,8 @@ class Trainer:
             group["lr"] = lr
         x_BT, y_BT = self.batches.share(layout.data_rank, layout.data_ranks)
         loss = self.passes.train(x_BT.to(layout.device), y_BT.to(layout.device))
-        average_over_replicas(params, layout, self.ledger)
+        self.sync.finish()
+        taco.sum_partial_gradients(params, ledger=self.ledger)
         # Each data rank's loss is held by its tp ranks (on the last stage): count it once.
         weight = layout.data_ranks * layout.sizes["tp"]
         square_norm, mean_loss = self._sum(
@@ -296,7 +301,7 @@ class Trainer:
             "result": self._result(step_s),
             "ledger": ledgers[0],
             "ledger_ranks": ledgers,
-            "exemptions": [_plain(e) for e in self.ledger.exemptions],
+            "exemptions": [_plain(e) for e in self.ledger.all_exemptions()],
             "memory": self._memory(),
             "layer_errors": errors,
         }

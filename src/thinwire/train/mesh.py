@@ -5,7 +5,7 @@ Steps, each a no-op where its axis has one rank:
 1. Build this rank's pipeline stage with its initial weights.
 2. Split the blocks' matrices over `tp`.
 3. Compile the blocks, then shard them and the rest with FSDP2 over `dp_shard`.
-Gradients over `dp_replicate` are averaged in `gradients`, not by FSDP2's own hybrid
+Gradients over `dp_replicate` are averaged by `gradients.ReplicaSync`, not by FSDP2's own hybrid
 mode, whose all-reduce takes no codec.
 """
 
@@ -16,21 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-)
 
-from thinwire import taco
 from thinwire.comm import Ledger
 from thinwire.train.axes import AXES, check_layout, resolve_axes
 from thinwire.train.config import Compute, Config
 from thinwire.train.model import Transformer, build
+from thinwire.train.tensor import split_blocks
 
-__all__ = ["Layout", "make_layout", "needs_fsdp", "parallel_model", "tp_plan"]
+__all__ = ["Layout", "make_layout", "needs_fsdp", "parallel_model"]
 
 
 @dataclass(frozen=True)
@@ -83,21 +76,6 @@ def make_layout(config: Config, device: torch.device) -> Layout:
     return Layout(mesh, sizes, device)
 
 
-def tp_plan() -> dict[str, ParallelStyle]:
-    """Return torch's own styles for a block: one input region before q/k/v and before w1/w3.
-
-    Embedding, norms and head stay whole on every tp rank.
-    """
-    styles: dict[str, ParallelStyle] = {}
-    for inner, columns, row in (("attn", ("wq", "wk", "wv"), "wo"), ("mlp", ("w1", "w3"), "w2")):
-        styles[f"layers.*.{inner}"] = PrepareModuleInput(
-            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
-        )
-        styles |= {f"layers.*.{inner}.{name}": ColwiseParallel() for name in columns}
-        styles[f"layers.*.{inner}.{row}"] = RowwiseParallel()
-    return styles
-
-
 def parallel_model(config: Config, layout: Layout, ledger: Ledger) -> Transformer:
     """Return this rank's part of the model, laid out over tp and dp_shard (see the module)."""
     compute = config.compute
@@ -109,8 +87,7 @@ def parallel_model(config: Config, layout: Layout, ledger: Ledger) -> Transforme
         num_stages=layout.sizes["pp"],
         recompute=compute.activation_checkpointing,
     ).to(layout.device)
-    if layout.sizes["tp"] > 1:
-        taco.parallelize(model, layout.mesh["tp"], tp_plan(), codec=None, ledger=ledger)
+    split_blocks(config, layout.mesh, model, ledger)
     if compute.compile:
         for block in model.layers.values():
             block.compile()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from thinwire.comm import Ledger
 from thinwire.train.config import Config
 from thinwire.train.data import IGNORED
+from thinwire.train.gradients import ReplicaSync
 from thinwire.train.mesh import Layout
 from thinwire.train.model import Transformer
 
@@ -44,21 +45,23 @@ def token_loss(logits_BTV: Tensor, y_BT: Tensor, reduction: str = "mean") -> Ten
     )
 
 
-def make_pass(config: Config, layout: Layout, model: Transformer, ledger: Ledger) -> Pass:
+def make_pass(
+    config: Config, layout: Layout, model: Transformer, sync: ReplicaSync, ledger: Ledger
+) -> Pass:
     """Return the pass that fits the layout."""
     if layout.sizes["pp"] > 1:
         # torch's pipelining imports its compiler: more than a second for each rank.
         from thinwire.train.pipeline import PipelinePass  # noqa: PLC0415
 
         return PipelinePass(config, layout, model, ledger)
-    return WholePass(config, model)
+    return WholePass(config, model, sync)
 
 
 class WholePass:
-    """Micro-batches one after the other; FSDP2 reduces gradients in the last one only."""
+    """Micro-batches one after the other; gradients are reduced in the last one only."""
 
-    def __init__(self, config: Config, model: Transformer) -> None:
-        self.model = model
+    def __init__(self, config: Config, model: Transformer, sync: ReplicaSync) -> None:
+        self.model, self.sync = model, sync
         self.micro_batches = config.data.micro_batches
 
     def train(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
@@ -66,8 +69,9 @@ class WholePass:
         total = torch.zeros((), device=x_BT.device)
         parts = zip(x_BT.chunk(self.micro_batches), y_BT.chunk(self.micro_batches), strict=True)
         for i, (x_MT, y_MT) in enumerate(parts):
+            self.sync.armed = i == self.micro_batches - 1
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(i == self.micro_batches - 1)
+                self.model.set_requires_gradient_sync(self.sync.armed)
             loss = token_loss(self.model(x_MT), y_MT) / self.micro_batches
             loss.backward()
             total += loss.detach()

@@ -9,12 +9,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from thinwire import aquavit
-from thinwire.codecs import Blockwise, Cast, Codec
+from thinwire.codecs import Blockwise, Cast, Codec, Hadamard
 from thinwire.comm import Ledger
 from thinwire.errors import ConfigError
 from thinwire.train.config import Config, Gradients, Weights
 from thinwire.train.mesh import Layout, needs_fsdp
 from thinwire.train.model import Transformer
+from thinwire.train.tensor import TensorTraffic
 
 __all__ = ["System", "attach_systems", "full_precision", "layer_errors"]
 
@@ -46,8 +47,12 @@ def attach_systems(
     systems: dict[str, System] = {}
     if needs_fsdp(config, layout):
         systems["weights"] = _attach_fsdp(config, layout, model, ledger)
+    elif config.systems.weights.virtual_ranks and _compresses(config):
+        systems["weights"] = _simulate(config, layout, model)
     elif _compresses(config):
         _nothing_to_gather(layout, ledger)
+    if config.systems.tensor.nonfinite != "raise":
+        systems["tensor"] = TensorTraffic(ledger)
     return systems
 
 
@@ -88,6 +93,19 @@ def _attach_fsdp(
     )
 
 
+def _simulate(config: Config, layout: Layout, model: Transformer) -> aquavit.SimulatedHandle:
+    cfg = config.systems.weights
+    schedule = _schedule(cfg, config.steps)
+    if layout.mesh.size() > 1 or schedule is None or config.systems.gradients.codec != "dense":
+        raise ConfigError(
+            "systems.weights.virtual_ranks simulates compressed weights with dense gradients on "
+            "one rank: use --nproc 1 and systems.gradients.codec dense"
+        )
+    return aquavit.simulate(
+        model, schedule, num_ranks=cfg.virtual_ranks, min_shard_numel=cfg.min_shard_numel
+    )
+
+
 def _compresses(config: Config) -> bool:
     return config.systems.weights.codec != "dense" or config.systems.gradients.codec != "dense"
 
@@ -122,7 +140,7 @@ def _gradient_codec(cfg: Gradients) -> Codec | None:
     if cfg.codec == "dense":
         return None
     if cfg.hadamard:
-        raise ConfigError("systems.gradients.hadamard needs the Hadamard codec, not there yet")
+        return Hadamard(fmt=cfg.codec, group=cfg.block_size)
     return Blockwise(bits=8 if cfg.codec == "int8" else 4, block_size=cfg.block_size)
 
 

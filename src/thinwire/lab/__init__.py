@@ -1,0 +1,1 @@
+"""Experiments around the trainer: loss parity over seeds, shaped links, codec speed."""
