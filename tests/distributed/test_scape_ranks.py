@@ -362,6 +362,9 @@ def test_tensors_over_65536_elements(sizes):
         assert all_equal(got, weights_of(want))
 
 
+VIEWS = {"view", "slice", "select", "detach", "split", "split_with_sizes", "alias", "unbind"}
+
+
 def test_calls_do_not_grow_with_the_number_of_tensors():
     """Field case S7: loops over tensors left the device idle."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -370,7 +373,7 @@ def test_calls_do_not_grow_with_the_number_of_tensors():
         calls = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.calls += 1
+            self.calls += func.overloadpacket.__name__ not in VIEWS
             return func(*args, **(kwargs or {}))
 
     def calls(count):
@@ -384,8 +387,8 @@ def test_calls_do_not_grow_with_the_number_of_tensors():
         return counter.calls
 
     few, many = calls(2), calls(12)
-    assert few < 200
-    assert (many - few) / 10 < 45  # views, and a pack and unpack of each mask
+    assert few < 120
+    assert (many - few) / 10 < 20  # each mask is packed, unpacked and compared on its own
 
 
 def test_drift_is_found():
