@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import aquavit, codecs, comm, errors, scape
+    from thinwire import aquavit, codecs, comm, errors, scape, taco
     from thinwire.comm.ledger import Ledger
     from thinwire.errors import ThinwireError
 
@@ -22,6 +22,7 @@ __all__ = [
     "comm",
     "errors",
     "scape",
+    "taco",
 ]
 
 _NAMES = {"Ledger": "thinwire.comm.ledger", "ThinwireError": "thinwire.errors"}
