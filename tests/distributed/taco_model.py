@@ -70,7 +70,8 @@ def make_net(**kw):
     with torch.no_grad():
         for name, p in net.named_parameters():
             noise = torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5
-            p.copy_(1 + 0.1 * noise if "n" in name.split(".")[-2][:1] and p.ndim == 1 else noise)
+            is_norm_weight = p.ndim == 1 and name.endswith("weight")
+            p.copy_(1 + 0.1 * noise if is_norm_weight else noise)
     return net
 
 

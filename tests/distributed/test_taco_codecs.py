@@ -146,9 +146,9 @@ CALL = (2 * 6.3e-4) ** 0.5
 def test_model_errors_lie_in_the_derived_band(make_plan):
     """Two layers, four ranks.
 
-    The residual stream adds messages of error `CALL` to exact values: logits err less than that.
-    A gradient meets at most four messages of each pass, whose errors add in squares. Those of q
-    and k are small differences (softmax ignores a common shift), which a factor of 2 allows for.
+    Errors of messages add in squares; with Jacobians near one the logits meet the four of the
+    forward pass, a gradient at most those and four of the backward pass. Gradients of q and k are
+    small differences (softmax ignores a common shift), which a factor of 2 allows for.
     """
     batch = make_tokens(batch=4, length=32)
     codecs = {
@@ -170,10 +170,10 @@ def test_model_errors_lie_in_the_derived_band(make_plan):
     # INT8 errs sqrt(4.2e-5 / 6.6e-4), a quarter, of E4M3.
     for name, call in (("e4m3", CALL), ("plain", CALL), ("int8", 0.28 * CALL)):
         errors = relative_errors(results[0][name], want)
-        assert 0.2 * call < errors.pop("logits") < call, name
+        assert 0.2 * call < errors.pop("logits") < 4**0.5 * call, name
         softmax = {n: errors.pop(n) for n in list(errors) if ".q." in n or ".k." in n}
         mean = sum(errors.values()) / len(errors)
-        assert 0.2 * call < mean < 2**0.5 * call, name
+        assert 0.2 * call < mean < 6**0.5 * call, name
         assert max(errors.values()) < 8**0.5 * call, name
         assert max(softmax.values()) < 2 * 8**0.5 * call, name
         for other in results[1:]:

@@ -62,7 +62,7 @@ def test_every_call_is_compressed_counted_and_alike_on_all_ranks(make_plan, num_
         for name in ("logits", "norm.weight", "layers.0.n1.weight", "embed.weight"):
             assert torch.equal(results[name], ranks[0][0][name]), name
     errors = relative_errors(ranks[0][0], want)
-    assert 1e-3 < errors["logits"] < 0.04  # bands: test_taco_codecs
+    assert 1e-3 < errors["logits"] < 2 * 0.036  # bands: test_taco_codecs
 
 
 def test_the_report_says_what_was_converted_and_what_not():
@@ -286,7 +286,8 @@ def test_tiers_serve_a_model():
 
     results = run_ranks(4, fn)
     errors = relative_errors(results[0], gradients(make_net(), batch))
-    assert 1e-4 < errors["logits"] < 0.05
+    # Three roundings per message, four messages.
+    assert 1e-3 < errors["logits"] < 2 * (3 * 5.8e-4) ** 0.5
     assert torch.equal(results[0]["logits"], results[3]["logits"])
 
 
