@@ -28,7 +28,7 @@ ARMS = [
         for a in ("master", "naive", "eco")
         for f in ("fp8", "int8", "int4")
         for r in ("rtn", "sr")
-    ),  # fmt: skip
+    ),
 ]
 # Two layouts that each add a mechanism, beside the arms that run in the loop below.
 RUN = ["bf16-kahan", "master-int8-rtn", "naive-fp8-sr", "eco-fp8-sr", "eco-int4-sr", "eco-moe"]
