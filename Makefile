@@ -15,7 +15,7 @@ train: .venv/.ready
 	$(BIN)/thinwire train --nproc 2 --out runs/train
 
 test: .venv/.ready
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 check: .venv/.ready
 	$(BIN)/ruff check .

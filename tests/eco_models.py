@@ -1,5 +1,7 @@
 """Small models and one gradient-driven step that ECO's tests share."""
 
+import threading
+
 import torch
 from torch import nn
 
@@ -20,6 +22,10 @@ class Matrix(nn.Module):
         return self.layers[0].weight
 
 
+# In-process ranks share torch's default generator.
+_SEEDING = threading.Lock()
+
+
 def quantized(weight, fmt="fp8_e4m3", **kwargs):
     model = Matrix(weight)
     eco.quantize_(model, fmt, **kwargs)
@@ -27,7 +33,7 @@ def quantized(weight, fmt="fp8_e4m3", **kwargs):
 
 
 def mlp(seed=0, bias=True):
-    with torch.random.fork_rng(devices=[]):
+    with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(20, 24, bias=bias), nn.GELU(), nn.Linear(24, 7, bias=False))
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: step -> value, floats only."""
+"""Schedules of learning rate and density: step -> value, floats only."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Protocol
 
 from thinwire.errors import ConfigError
 
-__all__ = ["Constant", "Schedule", "WarmupCosine"]
+__all__ = ["Constant", "Density", "Schedule", "WarmupCosine"]
 
 
 class Schedule(Protocol):
@@ -72,6 +72,41 @@ class WarmupCosine:
         progress = min(1.0, (step - self.warmup_steps) / span)
         cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.peak * (self.floor + (1.0 - self.floor) * cosine)
+
+
+@dataclass(frozen=True)
+class Density:
+    """Fraction of elements that is sent: all at first, then a geometric ramp down to `target`.
+
+    1.0 for steps 0..W, then target^((step - W)/R) over R ramp steps, then target.
+
+    Attributes:
+        target: density after the ramp, in (0, 1].
+        warmup_steps: W, dense steps after the first one, which is always dense.
+        ramp_steps: R, steps of the ramp.
+
+    Example:
+        >>> [round(Density(0.01, ramp_steps=4)(step), 6) for step in range(6)]
+        [1.0, 0.316228, 0.1, 0.031623, 0.01, 0.01]
+    """
+
+    target: float
+    warmup_steps: int = 0
+    ramp_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.target <= 1.0:
+            raise ConfigError(f"density must lie in (0, 1], got {self.target}")
+        _check_warmup(self.warmup_steps)
+        if self.ramp_steps < 0:
+            raise ConfigError(f"ramp_steps must not be negative, got {self.ramp_steps}")
+
+    def __call__(self, step: int) -> float:
+        """Return the density of `step`, counted from 0."""
+        if step <= self.warmup_steps:
+            return 1.0
+        into = step - self.warmup_steps
+        return self.target if into >= self.ramp_steps else self.target ** (into / self.ramp_steps)
 
 
 def _ramp(step: int, warmup_steps: int) -> float:

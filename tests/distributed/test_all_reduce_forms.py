@@ -1,4 +1,4 @@
-"""Slices, node tiers, the middle sum and the size gate of the compressed collectives."""
+"""Slices, node tiers and the size gate of the compressed collectives."""
 
 import pytest
 import torch
@@ -141,25 +141,6 @@ def test_tiers_raise_together_and_fit_a_sub_group():
             assert (good - want).abs().max() < 0.2
             if first == 0:
                 torch.testing.assert_close(dense, want)
-
-
-def test_a_rounded_middle_rounds_contributions_and_sum():
-    dtype, num_ranks, n = torch.bfloat16, 3, 96
-
-    def fn(rank):
-        return [
-            all_reduce(part(rank, n, dtype), CODEC, algorithm="two_shot", middle=middle)
-            for middle in ("fp32", "rounded")
-        ]
-
-    wires = torch.stack([CODEC.encode(part(r, n, dtype)) for r in range(num_ranks)])
-    total = torch.zeros(n)
-    for wire in wires:
-        total += CODEC.decode(wire, n, dtype)
-    want = CODEC.decode(CODEC.encode(total.to(dtype)), n, dtype)
-    fp32, rounded = run_ranks(num_ranks, fn)[0]
-    assert torch.equal(rounded, want)
-    assert not torch.equal(rounded, fp32)
 
 
 def test_the_gate_goes_by_shape_and_dtype_and_is_booked():

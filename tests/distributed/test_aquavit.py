@@ -534,3 +534,24 @@ def test_a_simulated_run_is_the_sharded_run(schedule):
             torch.testing.assert_close(loss, sharded[rank][0][step], rtol=2e-3, atol=2e-3)
     assert handle.metrics()["bits"] == sharded[0][1]
     assert set(handle.layer_errors()) == {n for n, p in Net().named_parameters() if p.dim() > 1}
+
+
+def test_stochastic_rounding_agrees_over_gathers_and_ranks_and_moves_with_the_step():
+    def fn(rank):
+        model = build(mesh_of(2))
+        handle = aquavit.attach(model, Schedule(10), min_shard_numel=0, rounding="stochastic")
+        spy = Spy(model)
+        seen = []
+        for step in range(2):
+            handle.set_step(5 + step)  # the level may stay, the random numbers must not
+            loss_of(model, 0, rank).backward()
+            forward, backward = spy.outputs["blocks.0"]
+            assert torch.equal(forward, backward)
+            seen.append(forward)
+            for outputs in spy.outputs.values():
+                outputs.clear()
+        return seen
+
+    first, second = run_ranks(2, fn)
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(*first)

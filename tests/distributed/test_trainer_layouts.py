@@ -25,6 +25,7 @@ def mesh(pp=1, dp_replicate=1, dp_shard=1, tp=1):
     return {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
 
 
+SEQUENCE = {"sequence_parallel": True}
 STATIC = {"weights": {"codec": "static", "bits": 8, "block_size": 32, "min_shard_numel": 64}}
 
 # ranks -> name -> changes to BASE
@@ -32,6 +33,7 @@ CASES = {
     1: {
         "whole": {"mesh": mesh()},
         "accumulated": {"mesh": mesh(), "data": {"micro_batches": 3}},
+        "odd": {"mesh": mesh(), "data": {"seq_len_tokens": 31}},
         "recomputed": {"mesh": mesh(), "compute": {"activation_checkpointing": True}},
         "experts": {"mesh": mesh(), "model": MOE},
         "tied": {"mesh": mesh(), "model": {"tie_embeddings": True}},
@@ -45,6 +47,16 @@ CASES = {
         "dp_shard recomputed": {
             "mesh": mesh(dp_shard=2),
             "compute": {"activation_checkpointing": True, "reshard_after_forward": 0},
+        },
+        "tp sequence": {"mesh": mesh(tp=2), "compute": SEQUENCE},
+        "tp sequence odd": {
+            "mesh": mesh(tp=2),
+            "compute": SEQUENCE,
+            "data": {"seq_len_tokens": 31, "micro_batches": 2},
+        },
+        "tp sequence recomputed": {
+            "mesh": mesh(tp=2),
+            "compute": SEQUENCE | {"activation_checkpointing": True},
         },
         "tp recomputed": {"mesh": mesh(tp=2), "compute": {"activation_checkpointing": True}},
         "experts dp_shard": {"mesh": mesh(dp_shard=2), "model": MOE},
@@ -61,6 +73,14 @@ CASES = {
         "tp": {"mesh": mesh(tp=4)},
         "pp": {"mesh": mesh(pp=4), "data": {"micro_batches": 4}},
         "dp_replicate x dp_shard": {"mesh": mesh(dp_replicate=2, dp_shard=2)},
+        "tp sequence": {"mesh": mesh(tp=4), "compute": SEQUENCE},
+        "dp_replicate x tp sequence": {"mesh": mesh(dp_replicate=2, tp=2), "compute": SEQUENCE},
+        "dp_shard x tp sequence": {"mesh": mesh(dp_shard=2, tp=2), "compute": SEQUENCE},
+        "pp x tp sequence": {
+            "mesh": mesh(pp=2, tp=2),
+            "compute": SEQUENCE,
+            "data": {"micro_batches": 2},
+        },
         "dp_replicate x tp": {"mesh": mesh(dp_replicate=2, tp=2)},
         "dp_shard x tp": {"mesh": mesh(dp_shard=2, tp=2)},
         "pp x dp_replicate": {"mesh": mesh(pp=2, dp_replicate=2), "data": {"micro_batches": 2}},
@@ -114,7 +134,7 @@ def merged(changes):
 def test_losses_and_norms_equal_the_single_process(results, ranks, name):
     got = results(ranks)[name]
     assert "error" not in got, got
-    twin = next((kind for kind in ("experts", "tied") if name.startswith(kind)), "whole")
+    twin = next((kind for kind in ("experts", "tied", "odd") if kind in name), "whole")
     check_steps(got, results(1)[twin], later=NOISE)
 
 

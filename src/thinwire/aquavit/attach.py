@@ -37,6 +37,8 @@ def attach(
     source: str = "master",
     layout: str = "split",
     meta: str = "fp16",
+    rounding: str = "nearest",
+    seed: int = 0,
     nonfinite: str = "raise",
     level_for: LevelFor | None = None,
 ) -> Handle:
@@ -64,6 +66,8 @@ def attach(
         source: "master" encodes the fp32 shard, "cast" what FSDP2 hands over (after its cast).
         layout: wire layout of `Blockwise`: "split" or "interleaved".
         meta: type of scale and minimum: "fp16" or "bf16".
+        rounding: "nearest" (ties to even) or "stochastic" (zero-mean error, twice its square).
+        seed: key of stochastic rounding; the same on every rank.
         nonfinite: NaN or infinity in weights or gradients: "raise" on all ranks or "propagate".
         level_for: optional `(step, module_name) -> (bits, block_size) | None` that overrides the
             schedule for one FSDP module; must be the same function of its arguments on all ranks.
@@ -99,13 +103,27 @@ def attach(
         meta=meta,
         nonfinite=nonfinite,
         level_for=level_for,
+        rounding=rounding,
+        seed=seed,
     )
+    options = (keep_wire, gradients, error_feedback, source, layout, meta, rounding, seed)
+    _put_on(handle, model, modules, rules, repr((schedule, rules, options)))
+    return handle
+
+
+def _put_on(
+    handle: Handle,
+    model: nn.Module,
+    modules: list[tuple[str, FSDPModule]],
+    rules: Rules,
+    settings: str,
+) -> None:
+    """Check model and ranks, then give every FSDP module its comm objects."""
     segments = {name: find_segments(model, module, rules) for name, module in modules}
     handle.stores = any(s.stored_nbytes for group in segments.values() for s in group)
-    _check_qualifies(segments, schedule, gradients)
-    _check_stored(segments, schedule)
+    _check_qualifies(segments, handle.schedule, handle.gradients)
+    _check_stored(segments, handle.schedule)
     groups = [g for _, m in modules if (g := _compat.shard_group(m)) is not None]
-    settings = repr((schedule, rules, keep_wire, gradients, error_feedback, source, layout, meta))
     _check_agreement(settings, segments, groups)
     for name, module in modules:
         if segments[name]:
@@ -113,7 +131,6 @@ def attach(
     handle.bind_group(groups[0] if groups else None)
     _declare(handle, segments, max((g.size() for g in groups), default=1))
     _follow(handle, model, segments)
-    return handle
 
 
 def _check_options(*, keep_wire: str, source: str, nonfinite: str) -> None:

@@ -95,15 +95,15 @@ class WeightGather(_compat.AllGather):
         """Forget encoded and kept messages: the weights changed."""
         self._message = self._kept = None
 
-    def encoded(self, codec: Codec, spans: list[Span], input_tensor: Tensor) -> Tensor:
+    def encoded(self, codec: Codec, spans: list[Span], input_tensor: Tensor, rank: int) -> Tensor:
         """Return this rank's message [W], encoded once per state of its weights."""
         key = (codec, input_tensor.dtype, self._versions())
         if self._message is None or self._message[0] != key:
             with call.timed(self.handle.ledger, "weights", "encode_s"):
-                self._message = (key, self._encode(codec, spans, input_tensor))
+                self._message = (key, self._encode(codec, spans, input_tensor, rank))
         return self._message[1]
 
-    def _encode(self, codec: Codec, spans: list[Span], input_tensor: Tensor) -> Tensor:
+    def _encode(self, codec: Codec, spans: list[Span], input_tensor: Tensor, rank: int) -> Tensor:
         nbytes = spans[-1].bytes.stop
         message = torch.empty(nbytes, dtype=torch.uint8, device=input_tensor.device)
         for span in spans:
@@ -119,7 +119,8 @@ class WeightGather(_compat.AllGather):
                 part = master.to(part.device)
             elif part.dtype == torch.uint8:
                 part = part.clone().view(span.segment.dtype)
-            codec.encode(part, out=out)
+            coder = self.handle.keyed(codec, span.segment.name, rank * span.segment.numel)
+            coder.encode(part, out=out)
         return message
 
     def _wires(
@@ -147,7 +148,7 @@ class WeightGather(_compat.AllGather):
             if self.handle.keep_wire == "forward":
                 self._kept = None
             return wires, None
-        message = self.encoded(codec, spans, input_tensor)
+        message = self.encoded(codec, spans, input_tensor, group.rank())
         with call.timed(self.handle.ledger, "weights", "wait_s"):
             wires, work = transport.all_gather(message, group, async_op=async_op)
         self._book(spans, input_tensor, group.size())

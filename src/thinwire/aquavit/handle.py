@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from thinwire.aquavit.segments import recodes
 from thinwire.codecs import Blockwise, Codec
 from thinwire.comm.ledger import Ledger
 from thinwire.errors import CheckpointError, ConfigError
+from thinwire.kernels.random import RandomKey, tensor_id
 
 __all__ = ["KEEP_WIRE", "Handle", "LevelFor"]
 
@@ -59,6 +60,8 @@ class Handle:
         meta: str,
         nonfinite: str,
         level_for: LevelFor | None,
+        rounding: str = "nearest",
+        seed: int = 0,
     ):
         self.schedule = schedule
         self.ledger = ledger
@@ -74,6 +77,7 @@ class Handle:
         self.gathers: dict[str, WeightGather | DifferenceGather] = {}
         self.reduces: dict[str, GradientReduce] = {}
         self._layout, self._meta = layout, meta
+        self._rounding, self._seed = rounding, seed
         self._level_for = level_for
         self._index = -1
         self._module_bpw: dict[str, float] = {}
@@ -107,8 +111,22 @@ class Handle:
                 layout=self._layout,
                 meta=self._meta,
                 pad_to=pad_to,
+                rounding=self._rounding,
             )
         return self._codecs[pair]
+
+    def keyed(self, codec: Codec, name: str, offset: int) -> Codec:
+        """Return the codec with the random numbers of this step, for stochastic rounding.
+
+        Args:
+            codec: what `codec_for` returned.
+            name: full parameter name.
+            offset: flat index of the shard's first element in the padded parameter.
+        """
+        if not isinstance(codec, Blockwise) or codec.rounding != "stochastic":
+            return codec
+        key = RandomKey(run_key=self._seed, tensor=tensor_id(name), step=self.step, offset=offset)
+        return replace(codec, key=key)
 
     def _hold_monotone(self, module_name: str, bpw: float) -> None:
         assert isinstance(self.schedule, Schedule)

@@ -52,7 +52,7 @@ def all_gather(
     check_slices(codec, slices)
     return torch.ops.thinwire.all_gather(
         x,
-        call.codec_name(codec),
+        call.codec_name(codec, nonfinite),
         call.group_name(group),
         link,
         call.ledger_id(ledger),
@@ -87,7 +87,7 @@ def _all_gather(
         call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes, exempt=exempt)
         return out
     shot = Shot(codec=how, group=pg, link=link, books=books, nonfinite=nonfinite, slices=slices)
-    out_RN, wire_bytes = _gather(call.prepare(x, nonfinite), shot)
+    out_RN, wire_bytes = _gather(call.prepare(x, nonfinite, how), shot)
     call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
     return out_RN.view(pg.size(), *x.shape)
 
@@ -100,6 +100,7 @@ def _gather(x: Tensor, shot: Shot) -> tuple[Tensor, int]:
     for start, stop in parts:
         with call.timed(shot.books, shot.link, "encode_s"):
             message = codec.encode(x[start:stop])
+        shot.note(message, stop - start, x.dtype)
         sent += ledger.all_gather_sent(message.numel(), shot.group.size())
         flights.append(transport.all_gather(message, shot.group, async_op=True))
     out_RN = x.new_empty(shot.group.size(), x.numel())

@@ -8,7 +8,7 @@ from thinwire import _compat
 from thinwire.codecs.protocol import Codec
 from thinwire.comm import call, ledger
 from thinwire.comm.hierarchical import Hierarchy, three_shot
-from thinwire.comm.shots import MIDDLES, Shot, check_slices, one_shot, two_shot
+from thinwire.comm.shots import Shot, check_slices, one_shot, two_shot
 from thinwire.errors import ConfigError
 
 __all__ = ["ALGORITHMS", "all_reduce", "chunk_numel", "pick_algorithm"]
@@ -28,7 +28,6 @@ def all_reduce(
     min_bytes: int | None = None,
     exempt: str = "",
     slices: int = 1,
-    middle: str = "fp32",
     tiers: Hierarchy | None = None,
 ) -> Tensor:
     """Return the sum of x over all ranks.
@@ -46,25 +45,21 @@ def all_reduce(
         exempt: with codec=None, why this message is left uncompressed on purpose (for the ledger).
         slices: parts into which the message is cut, so that one is coded while another flies;
             values and bytes stay the same.
-        middle: how two shots add up: "fp32"; "rounded" (contributions and sum rounded to x.dtype);
-            "rotated" (in the codec's transformed domain, where it has one).
         tiers: all-reduce inside nodes, then across them, in place of `algorithm`; cuts `group`.
 
     Returns:
         A tensor like x, bit-equal on all ranks of the group.
 
     Raises:
-        ConfigError: unknown algorithm, policy or middle, or slices that the codec can't take.
+        ConfigError: unknown algorithm or policy, or slices that the codec can't take.
         NonFiniteError: on every rank of the group, under nonfinite="raise".
     """
     if algorithm not in ALGORITHMS:
         raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
-    if middle not in MIDDLES:
-        raise ConfigError(f"middle must be one of {', '.join(MIDDLES)}, got {middle!r}")
     check_slices(codec, slices)
     return torch.ops.thinwire.all_reduce(
         x,
-        call.codec_name(codec),
+        call.codec_name(codec, nonfinite),
         call.group_name(group),
         link,
         call.ledger_id(ledger),
@@ -73,7 +68,6 @@ def all_reduce(
         -1 if min_bytes is None else min_bytes,
         exempt,
         slices,
-        middle,
         "" if tiers is None else tiers.intra.group_name,
         "" if tiers is None else tiers.inter.group_name,
     )
@@ -114,7 +108,6 @@ def _all_reduce(
     min_bytes: int = -1,
     exempt: str = "",
     slices: int = 1,
-    middle: str = "fp32",
     intra: str = "",
     inter: str = "",
 ) -> Tensor:
@@ -132,7 +125,7 @@ def _all_reduce(
             dist.all_reduce(out, group=pg)
         call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes, exempt=exempt)
         return out
-    x_N = call.prepare(x, nonfinite)
+    x_N = call.prepare(x, nonfinite, how)
     shot = Shot(
         codec=how,
         group=_compat.group_from_name(intra) if intra else pg,
@@ -140,7 +133,6 @@ def _all_reduce(
         books=books,
         nonfinite=nonfinite,
         slices=slices,
-        middle=middle,
     )
     if inter:
         total, wire_bytes = three_shot(x_N, shot, _compat.group_from_name(inter))
@@ -164,7 +156,6 @@ def _(
     min_bytes: int = -1,
     exempt: str = "",
     slices: int = 1,
-    middle: str = "fp32",
     intra: str = "",
     inter: str = "",
 ) -> Tensor:

@@ -6,6 +6,7 @@ codec's `repr` (a frozen dataclass: equal names are equal codecs), a ledger's id
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,15 @@ _ledgers: "weakref.WeakValueDictionary[int, Ledger]" = weakref.WeakValueDictiona
 
 
 @torch.compiler.assume_constant_result
-def codec_name(codec: Codec | None) -> str:
-    """Return the name under which `find_codec` gives the codec back ("" for None)."""
+def codec_name(codec: Codec | None, nonfinite: str | None = None) -> str:
+    """Return the name under which `find_codec` gives the codec back ("" for None).
+
+    A codec with a policy of its own on NaN and infinity gets the call's, if one is given.
+    """
     if codec is None:
         return ""
+    if nonfinite is not None and getattr(codec, "nonfinite", nonfinite) != nonfinite:
+        codec = replace(codec, nonfinite=nonfinite)  # type: ignore[type-var]
     name = repr(codec)
     _codecs.setdefault(name, codec)
     return name
@@ -112,12 +118,17 @@ def gate(codec: Codec, numel: int, dtype: torch.dtype, wire_bytes: int, min_byte
     return "compression would not shrink it" if wire_bytes >= dense_bytes and not exact else ""
 
 
-def prepare(x: Tensor, nonfinite: str) -> Tensor:
-    """Return x detached, flat and contiguous, with NaN and infinity zeroed if so asked."""
+def prepare(x: Tensor, nonfinite: str, codec: Codec | None = None) -> Tensor:
+    """Return x detached, flat and contiguous; NaN and infinity zeroed if so asked.
+
+    A codec that has a policy of its own zeroes whole blocks itself, and counts them.
+    """
     if nonfinite not in NONFINITE:
         raise ConfigError(f"nonfinite must be one of {', '.join(NONFINITE)}, got {nonfinite!r}")
     flat = x.detach().contiguous().view(-1)
-    return torch.nan_to_num(flat, 0.0, 0.0, 0.0) if nonfinite == "zero" else flat
+    if nonfinite != "zero" or hasattr(codec, "nonfinite"):
+        return flat
+    return torch.nan_to_num(flat, 0.0, 0.0, 0.0)
 
 
 def count_flagged(

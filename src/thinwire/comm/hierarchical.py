@@ -81,13 +81,14 @@ def three_shot(x: Tensor, shot: Shot, inter: dist.ProcessGroup) -> tuple[Tensor,
     with call.timed(shot.books, shot.link, "encode_s"):
         rows = x.view(num_local, num_nodes * piece)
         messages = encode_chunks(rows, codec, shot.nonfinite)
+    shot.note(messages, num_nodes * piece, dtype)
     local = transport.all_to_all(messages, intra)
     with call.timed(shot.books, shot.link, "encode_s"):
         total = as_sent(codec.decode_sum(local, num_nodes * piece, dtype), codec, dtype)
         messages_across = encode_chunks(total.view(num_nodes, piece), codec, shot.nonfinite)
     across = transport.all_to_all(messages_across, inter)
     with call.timed(shot.books, shot.link, "encode_s"):
-        message = encode_sum(across, piece, total.dtype, codec, shot.middle)
+        message = encode_sum(across, piece, total.dtype, codec)
     with call.timed(shot.books, shot.link, "wait_s"):
         pieces, _ = transport.all_gather(message, inter)
         wires, _ = transport.all_gather(pieces.view(-1), intra)

@@ -52,6 +52,8 @@ class LinkTotals:
         dense_bytes: what the uncompressed collective of the declared dtype would have sent.
         wire_bytes: what was sent: payload, scales, indices, padding and exempt tensors.
         exempt_bytes: the part of wire_bytes that a codec's exemptions sent uncompressed.
+        nonfinite_blocks: blocks of own messages that held NaN or infinity and were zeroed or sent
+            on as NaN (policies "zero" and "propagate").
         encode_s: seconds spent encoding (0.0 unless the ledger times).
         decode_s: seconds spent decoding (0.0 unless the ledger times).
         wait_s: seconds spent waiting for the wire (0.0 unless the ledger times).
@@ -61,6 +63,7 @@ class LinkTotals:
     dense_bytes: int = 0
     wire_bytes: int = 0
     exempt_bytes: int = 0
+    nonfinite_blocks: int = 0
     encode_s: float = 0.0
     decode_s: float = 0.0
     wait_s: float = 0.0
@@ -182,6 +185,20 @@ class Ledger:
             totals.wire_bytes += wire_bytes
             totals.exempt_bytes += exempt_bytes
 
+    def book_nonfinite(self, link: str, blocks: int) -> None:
+        """Add blocks that held NaN or infinity."""
+        totals = self[link]
+        with self._lock:
+            totals.nonfinite_blocks += blocks
+
+    def all_exemptions(self) -> list[Exemption]:
+        """Return the declared exemptions, and what single calls sent uncompressed."""
+        calls = [
+            Exemption(link, f"{gated.calls} calls", reason, gated.nbytes)
+            for (link, reason), gated in self.exempt_calls.items()
+        ]
+        return self.exemptions + calls
+
     def declare_exempt(self, link: str, name: str, reason: str, nbytes: int) -> None:
         """List a tensor that will travel uncompressed; systems call this at set-up."""
         self.exemptions.append(Exemption(_known(link), name, reason, nbytes))
@@ -250,7 +267,7 @@ class Ledger:
         for link, values in saved.items():
             totals = self[link]
             for f in fields(totals):
-                setattr(totals, f.name, values[f.name])
+                setattr(totals, f.name, values.get(f.name, f.default))
             self._step_start[link] = totals.wire_bytes
 
 

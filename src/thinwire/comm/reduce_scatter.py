@@ -60,7 +60,7 @@ def reduce_scatter(
     check_slices(codec, slices)
     return torch.ops.thinwire.reduce_scatter(
         x,
-        call.codec_name(codec),
+        call.codec_name(codec, nonfinite),
         call.group_name(group),
         link,
         call.ledger_id(ledger),
@@ -99,7 +99,7 @@ def _reduce_scatter(
         call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes, exempt=exempt)
         return out
     shot = Shot(codec=how, group=pg, link=link, books=books, nonfinite=nonfinite, slices=slices)
-    total, wire_bytes = _scatter(call.prepare(x, nonfinite).view(num_ranks, numel), shot)
+    total, wire_bytes = _scatter(call.prepare(x, nonfinite, how).view(num_ranks, numel), shot)
     call.book(books, link, dense_bytes=dense_bytes, wire_bytes=wire_bytes)
     return total.to(x.dtype).view(shape)
 
@@ -112,6 +112,7 @@ def _scatter(x_RN: Tensor, shot: Shot) -> tuple[Tensor, int]:
     for start, stop in parts:
         with call.timed(shot.books, shot.link, "encode_s"):
             messages = encode_chunks(x_RN[:, start:stop], codec, shot.nonfinite)
+        shot.note(messages, stop - start, x_RN.dtype)
         sent += ledger.reduce_scatter_sent(messages.shape[1], shot.group.size())
         flights.append(transport.start_all_to_all(messages, shot.group))
     totals = []

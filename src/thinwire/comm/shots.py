@@ -25,7 +25,6 @@ from thinwire.comm import call, ledger, transport
 from thinwire.errors import ConfigError
 
 __all__ = [
-    "MIDDLES",
     "Shot",
     "as_sent",
     "check_slices",
@@ -37,8 +36,6 @@ __all__ = [
     "pad_to",
     "two_shot",
 ]
-
-MIDDLES = ("fp32", "rounded", "rotated")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +49,6 @@ class Shot:
         books: the ledger, if any.
         nonfinite: "raise", "zero" or "propagate".
         slices: parts that overlap coding and sending.
-        middle: how two shots add up: "fp32"; "rounded" (each contribution and the sum rounded to
-            the tensor's dtype); "rotated" (in the codec's own transformed domain).
     """
 
     codec: Codec
@@ -62,11 +57,17 @@ class Shot:
     books: ledger.Ledger | None
     nonfinite: str
     slices: int = 1
-    middle: str = "fp32"
 
     def check(self, wires: Tensor, numel: int, dtype: torch.dtype) -> int:
-        """Return how many blocks are flagged, 0 unless such blocks must raise."""
+        """Return how many received blocks are flagged, 0 unless such blocks must raise."""
         return call.count_flagged(self.codec, wires, numel, dtype, self.nonfinite)
+
+    def note(self, wires: Tensor, numel: int, dtype: torch.dtype) -> None:
+        """Book how many blocks of own messages are flagged, where such blocks don't raise."""
+        silent = self.nonfinite != "raise" and self.codec.facts.flags_nonfinite
+        if silent and self.books is not None:
+            count = self.codec.nonfinite_count(wires, numel, dtype)
+            self.books.book_nonfinite(self.link, count)
 
 
 def check_slices(codec: Codec | None, slices: int) -> None:
@@ -113,18 +114,13 @@ def encode_chunks(x_RN: Tensor, codec: Codec, nonfinite: str) -> Tensor:
     return wires
 
 
-def encode_sum(wires: Tensor, numel: int, dtype: torch.dtype, codec: Codec, middle: str) -> Tensor:
-    """Return the sum of R buffers [R, W], in rank order, as one buffer [W] (see `Shot.middle`)."""
-    if middle == "rounded":
-        total = torch.zeros(numel, dtype=torch.float32, device=wires.device)
-        for wire in wires:
-            total += codec.decode(wire, numel, dtype)
-        return codec.encode(total.to(dtype))
+def encode_sum(wires: Tensor, numel: int, dtype: torch.dtype, codec: Codec) -> Tensor:
+    """Return the sum of R buffers [R, W], in rank order, as one buffer [W].
+
+    A codec with a `decode_sum_encode` of its own does it in one pass, and decides whether the sum
+    is rounded to `dtype` between; else the sum stays fp32.
+    """
     fused = getattr(codec, "decode_sum_encode", None)
-    if middle == "rotated":
-        if fused is None:
-            raise ConfigError(f"{codec!r} has no transformed domain to add in: use middle='fp32'")
-        return fused(wires, numel, dtype, rotated=True)
     if fused is not None:
         return fused(wires, numel, dtype)
     return codec.encode(as_sent(codec.decode_sum(wires, numel, dtype), codec, dtype))
@@ -145,6 +141,7 @@ def one_shot(x: Tensor, shot: Shot) -> tuple[Tensor, int]:
     for start, stop in parts:
         with call.timed(shot.books, shot.link, "encode_s"):
             message = codec.encode(x[start:stop])
+        shot.note(message, stop - start, x.dtype)
         sent += ledger.all_gather_sent(message.numel(), shot.group.size())
         flights.append(transport.all_gather(message, shot.group, async_op=True))
     totals = []
@@ -169,13 +166,14 @@ def two_shot(x: Tensor, shot: Shot) -> tuple[Tensor, int]:
     for (start, stop), chunk in zip(parts, chunks, strict=True):
         with call.timed(shot.books, shot.link, "encode_s"):
             messages = encode_chunks(x[start:stop].view(num_ranks, chunk), codec, shot.nonfinite)
+        shot.note(messages, chunk, dtype)
         sent += ledger.reduce_scatter_sent(messages.shape[1], num_ranks)
         flights.append(transport.start_all_to_all(messages, shot.group))
     sums = []
     for chunk, (wires, work) in zip(chunks, flights, strict=True):
         transport.wait(work, shot.books, shot.link)
         with call.timed(shot.books, shot.link, "encode_s"):
-            message = encode_sum(wires, chunk, dtype, codec, shot.middle)
+            message = encode_sum(wires, chunk, dtype, codec)
         sent += ledger.all_gather_sent(message.numel(), num_ranks)
         sums.append(transport.all_gather(message, shot.group, async_op=True))
     outs = []

@@ -58,3 +58,10 @@ def recv(nbytes: int, peer: int, group: dist.ProcessGroup, device: torch.device)
     message = torch.empty(nbytes, dtype=torch.uint8, device=device)
     dist.recv(message, group=group, group_src=peer)
     return message
+
+
+def broadcast(
+    message: Tensor, source: int, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Send uint8 [W] from the group rank `source` to all, in place; return the work, if async."""
+    return dist.broadcast(message, group=group, group_src=source, async_op=async_op)

@@ -12,7 +12,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from thinwire.kernels.parallel import inline
+from thinwire.kernels.parallel import inline, jit
 
 __all__ = [
     "bf16_bits",
@@ -114,7 +114,7 @@ def fp16_bits(x: Any) -> Any:
     return _U16(_U32(r | _U32(_U32(u >> _U32(16)) & _U32(0x8000))))
 
 
-@inline
+@jit
 def load_block(x: Any, dtype: Any, begin: Any, count: Any, buf: Any) -> None:
     """Write x[begin : begin + count] as fp32 into buf[:count] (dtype: a code of DTYPE_CODES)."""
     part = x[begin : begin + count]
@@ -129,7 +129,7 @@ def load_block(x: Any, dtype: Any, begin: Any, count: Any, buf: Any) -> None:
             buf[i] = from_fp16(part[i])
 
 
-@inline
+@jit
 def store_block(buf: Any, count: Any, x: Any, dtype: Any, begin: Any) -> None:
     """Write buf[:count] into x[begin : begin + count], rounded to its dtype."""
     part = x[begin : begin + count]

@@ -22,7 +22,12 @@ from thinwire.errors import ConfigError
 from thinwire.taco import regions
 from thinwire.taco.link import Wire
 
-__all__ = ["check_move", "move", "whole_size"]
+__all__ = ["check_move", "move", "shard_dim", "whole_size"]
+
+ALL_TO_ALL = (
+    "an all-to-all, which this link does not carry (go through Replicate, or give the module "
+    "torch's own style)"
+)
 
 
 def check_move(src: Placement, dst: Placement, what: str) -> None:
@@ -39,10 +44,7 @@ def check_move(src: Placement, dst: Placement, what: str) -> None:
         and src.dim != dst.dim
         and (src.dim < 0) == (dst.dim < 0)
     ):
-        raise ConfigError(
-            f"{what}: {src} to {dst} is an all-to-all, which this link does not carry: "
-            "go through Replicate, or give this module torch's own style"
-        )
+        raise ConfigError(f"{what}: {ALL_TO_ALL}: {src} to {dst}")
 
 
 def move(
@@ -74,14 +76,14 @@ def move(
         if len(x.placements) != 1:
             raise ConfigError(f"expected a DTensor on a 1-D mesh, got placements {x.placements}")
         src = x.placements[0]
-    src, dst = _positive(src, x), _positive(dst, x)
-    check_move(src, dst, "tensor-parallel layout")
-    if isinstance(src, Shard):
-        return _from_shard(x, src, dst, mesh, wire, whole_grad, size)
+    # Methods and numbers alone from here on: torch.compile can't compare placements.
+    if src.is_shard():
+        return _from_shard(x, shard_dim(src, x), dst, mesh, wire, whole_grad, size)
     local = _to_local(x)
-    if isinstance(dst, Shard):
+    if dst.is_shard():
+        dim = shard_dim(dst, x)
         region = regions.scatter_reduce if src.is_partial() else regions.split_in
-        return _as_shard(region(local, wire, dst.dim), dst, x.shape, mesh)
+        return _as_shard(region(local, wire, dim), dim, x.shape, mesh)
     if src.is_partial():
         local = regions.reduce_out(local, wire)
     if whole_grad or src.is_partial():
@@ -91,7 +93,7 @@ def move(
 
 def _from_shard(
     x: Tensor,
-    src: Shard,
+    dim: int,
     dst: Placement,
     mesh: DeviceMesh,
     wire: Wire,
@@ -99,13 +101,15 @@ def _from_shard(
     size: int | None,
 ) -> DTensor:
     if size is None:
-        size = whole_size(x, src.dim, wire)
-    if dst == src:
+        size = whole_size(x, dim, wire)
+    if dst.is_shard():
+        if shard_dim(dst, x) != dim:
+            raise ConfigError(f"{ALL_TO_ALL}: from dimension {dim} to {shard_dim(dst, x)}")
         if isinstance(x, DTensor):
             return x
-        return _as_shard(x, src, (*x.shape[: src.dim], size, *x.shape[src.dim + 1 :]), mesh)
+        return _as_shard(x, dim, (*x.shape[:dim], size, *x.shape[dim + 1 :]), mesh)
     region = regions.gather_out if whole_grad else regions.gather
-    whole = region(_to_local(x), wire, src.dim, size)
+    whole = region(_to_local(x), wire, dim, size)
     if whole_grad:
         return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
     return _compat.from_local_partial_grad(whole, mesh)
@@ -143,13 +147,16 @@ def _to_local(x: Tensor) -> Tensor:
     return x.to_local(grad_placements=grads)
 
 
-def _as_shard(local: Tensor, dst: Shard, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
-    whole = torch.Size(shape)
-    stride = torch.empty(whole, device="meta").stride()
-    return DTensor.from_local(local, mesh, [dst], run_check=False, shape=whole, stride=stride)
+def _as_shard(local: Tensor, dim: int, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
+    stride = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        stride[i] = stride[i + 1] * max(shape[i + 1], 1)
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
 
 
-def _positive(placement: Placement, x: Tensor) -> Placement:
-    if isinstance(placement, Shard) and placement.dim < 0:
-        return Shard(placement.dim + x.dim())
-    return placement
+def shard_dim(shard: Placement, x: Tensor) -> int:
+    """Return the dimension of x that a Shard cuts, counted from the front."""
+    dim: int = shard.dim  # type: ignore[attr-defined]
+    return dim if dim >= 0 else dim + x.dim()

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.codecs import Blockwise, Codec
+from thinwire.codecs import Codec, Hadamard
 from thinwire.comm import call
 from thinwire.comm.all_reduce import ALGORITHMS
 from thinwire.comm.hierarchical import Hierarchy
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.shots import MIDDLES, check_slices
+from thinwire.comm.shots import check_slices
 from thinwire.errors import ConfigError
 
 __all__ = ["DEFAULT_CODEC", "LINK", "Channel", "Link", "Wire"]
@@ -23,7 +23,7 @@ __all__ = ["DEFAULT_CODEC", "LINK", "Channel", "Link", "Wire"]
 LINK = "tensor"
 
 
-DEFAULT_CODEC: Codec = Blockwise(bits=8)
+DEFAULT_CODEC: Codec = Hadamard()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,6 @@ class Link:
         min_bytes: messages of fewer dense bytes go as they are, booked as exempt, and so does one
             of any size that would not shrink. None switches both off.
         slices: parts into which a message is cut, so that one is coded while another flies.
-        middle: how two-shot all-reduces add up: "fp32", "rounded" (contributions and sum rounded
-            to the tensor's dtype, as the released code does) or "rotated" (in the codec's
-            transformed domain).
         tiers: nodes, for all-reduces that go through them first (`thinwire.comm.hierarchy`).
         uneven: plain (non-DTensor) sequence shards may differ in length between ranks; their
             lengths are exchanged in a small extra message per call. DTensors know their lengths.
@@ -59,7 +56,6 @@ class Link:
     nonfinite: str = "raise"
     min_bytes: int | None = 0
     slices: int = 1
-    middle: str = "fp32"
     tiers: Hierarchy | None = None
     uneven: bool = False
     exempt: str = ""
@@ -75,13 +71,8 @@ class Link:
             )
         if self.min_bytes is not None and self.min_bytes < 0:
             raise ConfigError(f"min_bytes must be 0 or more (or None), got {self.min_bytes}")
-        if self.middle not in MIDDLES:
-            raise ConfigError(f"middle must be one of {', '.join(MIDDLES)}, got {self.middle!r}")
         for codec in (self.codec, self.backward_codec):
             check_slices(codec, self.slices)
-            rotates = codec is None or hasattr(codec, "decode_sum_encode")
-            if self.middle == "rotated" and not rotates:
-                raise ConfigError(f"{codec!r} has no transformed domain: use middle='fp32'")
         if self.codec is None and self.backward_codec is not None:
             raise ConfigError(
                 "backward_codec without codec: to compress gradients alone, pass codec=Cast()"
@@ -100,14 +91,13 @@ class Link:
 
     def _channel(self, codec: Codec | None) -> "Channel":
         return Channel(
-            codec=call.codec_name(codec),
+            codec=call.codec_name(codec, self.nonfinite),
             ledger=call.ledger_id(self.ledger),
             algorithm=self.algorithm,
             nonfinite=self.nonfinite,
             min_bytes=-1 if self.min_bytes is None else self.min_bytes,
             exempt=self.exempt,
             slices=self.slices,
-            middle=self.middle,
             intra="" if self.tiers is None else self.tiers.intra.group_name,
             inter="" if self.tiers is None else self.tiers.inter.group_name,
         )
@@ -124,7 +114,6 @@ class Channel:
     min_bytes: int
     exempt: str
     slices: int
-    middle: str
     intra: str
     inter: str
 
@@ -162,7 +151,6 @@ class Wire:
             channel.min_bytes,
             channel.exempt,
             channel.slices,
-            channel.middle,
             channel.intra,
             channel.inter,
         )

@@ -26,13 +26,14 @@ __all__ = ["EXACT", "Report", "parallelize"]
 
 EXACT = ("head", "lm_head", "output")
 HEAD = "output head: left exact"
-NORM = "replicated parameter: torch sums its gradient exactly, when the optimizer reads it"
+NORM = "replicated parameter: its gradient is summed exactly (see sum_partial_gradients)"
 
 _TWINS = {
     torch_parallel.ColwiseParallel: styles.ColwiseParallel,
     torch_parallel.RowwiseParallel: styles.RowwiseParallel,
     torch_parallel.SequenceParallel: styles.SequenceParallel,
     torch_parallel.PrepareModuleInput: styles.PrepareModuleInput,
+    torch_parallel.PrepareModuleInputOutput: styles.PrepareModuleInputOutput,
     torch_parallel.PrepareModuleOutput: styles.PrepareModuleOutput,
 }
 
@@ -70,6 +71,7 @@ def parallelize(
     link: Link | None = None,
     ledger: Ledger | None = None,
     exact: Sequence[str] = EXACT,
+    leave: Sequence[str] = (),
     src_data_rank: int | None = 0,
 ) -> Report:
     """Split a model over tensor-parallel ranks by a stock plan, its traffic on the link "tensor".
@@ -84,13 +86,16 @@ def parallelize(
         ledger: books every call.
         exact: patterns for the last part of module names whose traffic stays uncompressed
             (booked as exempt): by default the output head, whose input and logits feed the loss.
+        leave: patterns for full module names that keep torch's own style: their bytes are not
+            booked. A style that no region serves must be named here.
         src_data_rank: as for torch.
 
     Returns:
         What was converted, what not, and why.
 
     Raises:
-        ConfigError: the plan names no module, or nothing in it can be compressed as asked.
+        ConfigError: a key names no module, a style has no compressed form, or nothing in the plan
+            is compressed.
     """
     if link is None:
         link = Link(codec=codec, ledger=ledger)
@@ -98,10 +103,8 @@ def parallelize(
         raise ConfigError("pass codec and ledger inside link, or without link, not both ways")
     if mesh.ndim != 1:
         raise ConfigError(f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: pass one, mesh['tp']")
-    named = {"": plan} if isinstance(plan, ParallelStyle) else plan
     report = Report()
-    resolved = _resolve(model, named)
-    converted = {name: _convert(name, style, link, exact, report) for name, style in resolved}
+    converted = _convert_all(_resolve(model, plan), link, exact, leave, report)
     if link.codec is not None and not report.converted:
         raise ConfigError(f"nothing in the plan can be compressed:\n{report}")
     if link.codec is not None:
@@ -114,12 +117,13 @@ def parallelize(
 
 
 def _resolve(
-    model: nn.Module, plan: Mapping[str, ParallelStyle]
+    model: nn.Module, plan: Mapping[str, ParallelStyle] | ParallelStyle
 ) -> list[tuple[str, ParallelStyle]]:
     """Return (module name, style) in the plan's order; "*" matches one part of a name."""
     found: list[tuple[str, ParallelStyle]] = []
     names = [name for name, _ in model.named_modules()]
-    for key, style in plan.items():
+    keyed = {"": plan} if isinstance(plan, ParallelStyle) else plan
+    for key, style in keyed.items():
         parts = key.split(".") if key else []
         matches = [n for n in names if _matches(n.split(".") if n else [], parts)]
         if not matches:
@@ -132,6 +136,32 @@ def _matches(name: list[str], pattern: list[str]) -> bool:
     return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
 
 
+def _convert_all(
+    resolved: list[tuple[str, ParallelStyle]],
+    link: Link,
+    exact: Sequence[str],
+    leave: Sequence[str],
+    report: Report,
+) -> dict[str, ParallelStyle]:
+    """Return the style that serves each module; raise one error for all that have none."""
+    converted, refused = {}, []
+    for name, style in resolved:
+        if any(fnmatchcase(name, pattern) for pattern in leave):
+            report.left_alone[name] = "left alone as asked"
+            converted[name] = style
+            continue
+        try:
+            converted[name] = _convert(name, style, link, exact, report)
+        except ConfigError as error:
+            refused.append(f"{name}: {error}")
+    if refused:
+        raise ConfigError(
+            "these modules' traffic cannot go over the link; name them in leave=[...] to keep "
+            "torch's own styles for them, uncounted:\n" + "\n".join(refused)
+        )
+    return converted
+
+
 def _convert(
     name: str, style: ParallelStyle, link: Link, exact: Sequence[str], report: Report
 ) -> ParallelStyle:
@@ -140,15 +170,10 @@ def _convert(
         report.converted[name] = f"{type(style).__name__} with its own link"
         return style
     if type(style) not in _TWINS:
-        report.left_alone[name] = f"{type(style).__name__} has no compressed form"
-        return style
+        raise ConfigError(f"{type(style).__name__} has no compressed form")
     is_head = any(fnmatchcase(name.rsplit(".", 1)[-1], pattern) for pattern in exact)
     own = replace(link, codec=None, backward_codec=None, exempt=HEAD) if is_head else link
-    try:
-        twin = _TWINS[type(style)](**_arguments(style), link=own)
-    except ConfigError as error:
-        report.left_alone[name] = str(error)
-        return style
+    twin = _TWINS[type(style)](**_arguments(style), link=own)
     if is_head:
         report.exact[name] = HEAD
     else:
@@ -173,6 +198,10 @@ def _arguments(style: ParallelStyle) -> dict[str, object]:
             "desired_output_layouts": style.desired_output_layouts,
             "use_local_output": style.use_local_output,
         }
+    if isinstance(style, torch_parallel.PrepareModuleInputOutput):
+        inputs = _arguments(style.prepare_module_input)
+        inputs["use_local_input"] = inputs.pop("use_local_output")
+        return inputs | _arguments(style.prepare_module_output)
     if isinstance(style, torch_parallel.SequenceParallel):
         return {
             "sequence_dim": style.sequence_sharding[0].dim,

@@ -22,13 +22,14 @@ from torch.distributed.tensor import parallel as torch_parallel
 from thinwire.comm import call
 from thinwire.comm.ledger import all_gather_sent, all_reduce_sent, reduce_scatter_sent
 from thinwire.errors import ConfigError
-from thinwire.taco.layout import check_move, move
+from thinwire.taco.layout import check_move, move, shard_dim
 from thinwire.taco.link import LINK, Link, Wire
 from thinwire.taco.sharing import SharedInput
 
 __all__ = [
     "ColwiseParallel",
     "PrepareModuleInput",
+    "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
@@ -77,7 +78,10 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         )
         self.link = link or Link()
         check_move(self.input_layouts[0], Replicate(), "ColwiseParallel input_layouts")
-        check_move(Shard(-1), self.output_layouts[0], "ColwiseParallel output_layouts")
+        out = self.output_layouts[0]
+        # The output is cut along the last dimension, which is 2 or more behind [batch, sequence].
+        last = Shard(out.dim if isinstance(out, Shard) and not 0 <= out.dim <= 1 else 2)
+        check_move(last, out, "ColwiseParallel output_layouts (write Shard(-1) for the last)")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         place = _placer(self, module)
@@ -127,12 +131,13 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         place = _placer(self, module)
         wire = self.link.bind(device_mesh.get_group())
         wanted = Shard(-1) if isinstance(module, nn.Linear) else Replicate()
+        leave = _leave if isinstance(module, nn.Linear) else _leave_masked
         return distribute_module(
             module,
             device_mesh,
             place,
             partial(_enter, wire, self.input_layouts[0], wanted, None),
-            partial(_leave, wire, self.output_layouts[0], self.use_local_output),
+            partial(leave, wire, self.output_layouts[0], self.use_local_output),
         )
 
 
@@ -228,6 +233,50 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         return x.to_local() if local else x
 
 
+class PrepareModuleInputOutput(torch_parallel.PrepareModuleInputOutput):
+    """`PrepareModuleInput` and `PrepareModuleOutput` for one module.
+
+    Args:
+        input_layouts: as for `PrepareModuleInput`.
+        desired_input_layouts: as for `PrepareModuleInput`.
+        input_kwarg_layouts: as for `PrepareModuleInput`.
+        desired_input_kwarg_layouts: as for `PrepareModuleInput`.
+        use_local_input: as its `use_local_output`.
+        output_layouts: as for `PrepareModuleOutput`.
+        desired_output_layouts: as for `PrepareModuleOutput`.
+        use_local_output: as for `PrepareModuleOutput`.
+        link: how messages travel; default Link().
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+        link: Link | None = None,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+            link=link,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+            link=link,
+        )
+
+
 class PrepareModuleOutput(torch_parallel.PrepareModuleOutput):
     """Bring a module's outputs into the layouts that the next module wants.
 
@@ -314,13 +363,14 @@ def _enter(
     if not _travels(x):
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [src], run_check=False)
-        return x if x.placements[0] == dst else x.redistribute(placements=[dst])
-    if isinstance(x, DTensor) and x.placements[0] == dst == Replicate() and hasattr(mod, PREPARED):
+        return x.redistribute(placements=[dst])
+    whole = isinstance(x, DTensor) and x.placements[0].is_replicate() and dst.is_replicate()
+    if whole and hasattr(mod, PREPARED):
         return x
     if shared is not None and (found := shared.find(x)) is not None:
         return found
     size = None
-    if isinstance(mod, nn.Linear) and isinstance(src, Shard) and src.dim in (-1, x.dim() - 1):
+    if isinstance(mod, nn.Linear) and src.is_shard() and shard_dim(src, x) == x.dim() - 1:
         size = mod.in_features
     prepared = move(x, src, dst, mesh, wire, size=size)
     return prepared if shared is None else shared.keep(x, prepared)
@@ -330,18 +380,18 @@ def _leave(
     wire: Wire, dst: Placement, use_local: bool, mod: nn.Module, out: Any, mesh: DeviceMesh
 ) -> Any:
     """Bring a layer's output into the layout wanted."""
-    if type(out.placements[0]) not in (Replicate, Shard, Partial):
-        return _leave_masked(wire, dst, use_local, out)
     x = move(out, out.placements[0], dst, mesh, wire, whole_grad=True)
     return x.to_local() if use_local else x
 
 
-def _leave_masked(wire: Wire, dst: Placement, use_local: bool, out: DTensor) -> Tensor:
+def _leave_masked(
+    wire: Wire, dst: Placement, use_local: bool, mod: nn.Module, out: Any, mesh: DeviceMesh
+) -> Any:
     """Let torch sum a row-split Embedding's output, each row of which one rank holds; book it."""
     books = call.find_ledger(wire.forward.ledger)
     nbytes, num_ranks = out.numel() * out.element_size(), wire.num_ranks
     piece_bytes = -(-nbytes // num_ranks)
-    reduces = dst == Replicate()
+    reduces = dst.is_replicate()
 
     def book(sent_bytes: int) -> None:
         call.book(books, LINK, dense_bytes=sent_bytes, wire_bytes=sent_bytes, exempt=EMBEDDING)

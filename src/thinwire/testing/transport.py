@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,7 +14,7 @@ from thinwire.comm import transport
 __all__ = ["SentBytes", "record_transport"]
 
 
-NAMES = ("all_gather", "all_to_all", "start_all_to_all", "send")
+NAMES = ("all_gather", "all_to_all", "start_all_to_all", "broadcast", "send")
 
 
 @dataclass
@@ -58,11 +59,18 @@ def record_transport() -> Iterator[dict[int, SentBytes]]:
         add_rows(messages, group)
         return real["start_all_to_all"](messages, group)
 
+    def broadcast(message: Tensor, source: int, group: dist.ProcessGroup, **how: bool) -> Any:
+        # Booked whole at the source; on average over ranks, what a pipelined broadcast costs each.
+        add(message.numel() * (group.size() - 1) if group.rank() == source else 0)
+        return real["broadcast"](message, source, group, **how)
+
     def send(message: Tensor, peer: int, group: dist.ProcessGroup) -> None:
         add(message.numel() * message.itemsize)
         real["send"](message, peer, group)
 
-    doubles = dict(zip(NAMES, (all_gather, all_to_all, start_all_to_all, send), strict=True))
+    doubles = dict(
+        zip(NAMES, (all_gather, all_to_all, start_all_to_all, broadcast, send), strict=True)
+    )
     for name, double in doubles.items():
         setattr(transport, name, double)
     try:

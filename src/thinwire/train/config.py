@@ -20,6 +20,7 @@ __all__ = [
     "Optim",
     "Storage",
     "Systems",
+    "Tensor",
     "Watchdog",
     "Weights",
 ]
@@ -140,12 +141,16 @@ class Compute:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA if every local rank has a device of its own."""
+    threads: int = 0
+    """CPU threads per rank; 0 shares the machine's cores among its ranks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gathered weights and activations; master weights stay float32."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradient reduce-scatter."""
     reshard_after_forward: int = -1
     """FSDP2: -1 gather again for backward, 0 keep gathered, n reshard to n ranks."""
+    sequence_parallel: bool = False
+    """Between the split matrices, keep pieces of the sequence on the tp ranks, not copies."""
     activation_checkpointing: bool = False
     """Recompute each block in backward instead of keeping its activations."""
     compile: bool = False
@@ -200,6 +205,48 @@ class Gradients:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """Tensor-parallel activations and their gradients (link "tensor")."""
+
+    codec: Literal["dense", "hadamard", "tensorwise"] = "dense"
+    """dense sends the compute dtype; hadamard codes groups of values, rotated or not; tensorwise
+    scales a message as a whole (FP8 only)."""
+    fmt: Literal["e4m3", "e5m2", "int8", "int4"] = "e4m3"
+    """Number format of activations."""
+    backward_fmt: Literal["same", "e4m3", "e5m2", "int8", "int4"] = "same"
+    """Number format of their gradients."""
+    group: Literal[32, 64, 128, 256, 512] = 128
+    """Values that share a scale (hadamard)."""
+    hadamard: bool = True
+    """Rotate each group before rounding (hadamard)."""
+    alpha: bool = True
+    """Scale by the root mean square before the rotation (hadamard, FP8 formats)."""
+    merge_scales: bool = False
+    """Send one scale per group in place of two (hadamard)."""
+    middle: Literal["fp32", "cast", "rotated"] = "fp32"
+    """How a two-shot all-reduce adds up (hadamard)."""
+    algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
+    """Form of the all-reduces; auto sends the fewest bytes."""
+    node_size: int = 0
+    """Ranks per node for all-reduces in tiers; 0 treats all ranks alike."""
+    min_bytes: int = 0
+    """Messages of fewer dense bytes go uncompressed, booked as exempt."""
+    slices: int = 1
+    """Parts of a message, one coded while another is sent."""
+    nonfinite: Literal["raise", "zero", "propagate"] = "raise"
+    """What NaN and infinity in a message do."""
+
+    def __post_init__(self) -> None:
+        if self.min_bytes < 0 or self.node_size < 0:
+            raise ConfigError("systems.tensor: min_bytes and node_size must not be negative")
+        formats = {self.fmt, self.backward_fmt} - {"same", "e4m3", "e5m2"}
+        if self.codec == "tensorwise" and formats:
+            raise ConfigError(
+                f"systems.tensor: codec tensorwise takes e4m3 and e5m2, not {', '.join(formats)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Storage:
     """How the blocks' matrices lie in memory between steps (thinwire.eco)."""
 
@@ -242,6 +289,7 @@ class Systems:
 
     weights: Weights = field(default_factory=Weights)
     gradients: Gradients = field(default_factory=Gradients)
+    tensor: Tensor = field(default_factory=Tensor)
     storage: Storage = field(default_factory=Storage)
 
 

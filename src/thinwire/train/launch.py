@@ -43,7 +43,8 @@ def launch(nproc: int, target: str, payload: Mapping[str, Any]) -> list[Any]:
     Args:
         nproc: number of ranks.
         target: "module:function"; it gets the payload and returns a JSON value.
-        payload: JSON values; `payload["device"]` is "cpu" (default), "cuda" or "auto".
+        payload: JSON values; `payload["device"]` is "cpu" (default), "cuda" or "auto", and
+            `payload["threads"]` the CPU threads per rank (0, the default, shares the cores).
 
     Returns:
         What each rank returned.

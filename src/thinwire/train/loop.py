@@ -10,6 +10,7 @@ One step:
 
 import math
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from thinwire import comm, eco
+from thinwire import comm, eco, taco
 from thinwire.comm import Ledger
 from thinwire.train.checkpoint import Checkpointer
 from thinwire.train.config import Config
@@ -177,6 +178,8 @@ class Trainer:
                     file.write(record)
                 bar.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
                 bar.update()
+                if is_writer and not progress:
+                    _tell(record, until)
                 self.wall_s = time.perf_counter() - started
                 self._save_if_due(until)
         finally:
@@ -202,6 +205,7 @@ class Trainer:
         x_BT, y_BT = self.batches.share(layout.data_rank, layout.data_ranks)
         loss = self.passes.train(x_BT.to(layout.device), y_BT.to(layout.device))
         self.sync.finish()
+        taco.sum_partial_gradients(params, ledger=self.ledger)
         # Each data rank's loss is held by its tp ranks (on the last stage): count it once.
         weight = layout.data_ranks * layout.sizes["tp"]
         square_norm, mean_loss = self._sum(
@@ -310,7 +314,7 @@ class Trainer:
             "result": self._result(step_s),
             "ledger": ledgers[0],
             "ledger_ranks": ledgers,
-            "exemptions": [_plain(e) for e in self.ledger.exemptions],
+            "exemptions": [_plain(e) for e in self.ledger.all_exemptions()],
             "memory": self._memory(),
             "layer_errors": errors,
         }
@@ -342,6 +346,14 @@ class Trainer:
             "params": sum(p.numel() for p in whole.parameters()),
             "stored_params": sum(local(p.detach()).numel() for p in stored),
         }
+
+
+def _tell(record: dict[str, Any], until: int) -> None:
+    """Write a line at the first step and ten times over the run: logs have no progress bar."""
+    step = record["step"]
+    if step == 1 or step % max(1, until // 10) == 0:
+        sys.stdout.write(f"step {step}/{until}: loss {record['loss']:.4f}\n")
+        sys.stdout.flush()
 
 
 def _of_every_rank(value: Any) -> list[Any]:

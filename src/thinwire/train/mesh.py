@@ -17,23 +17,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-)
 
-from thinwire import taco
 from thinwire.comm import Ledger
 from thinwire.train.axes import AXES, check_layout, resolve_axes
 from thinwire.train.config import Compute, Config
 from thinwire.train.dense import load_dense
 from thinwire.train.model import Transformer, build
 from thinwire.train.optim import store_weights
+from thinwire.train.tensor import split_blocks
 
-__all__ = ["Layout", "make_layout", "needs_fsdp", "parallel_model", "tp_plan"]
+__all__ = ["Layout", "make_layout", "needs_fsdp", "parallel_model"]
 
 
 @dataclass(frozen=True)
@@ -86,21 +79,6 @@ def make_layout(config: Config, device: torch.device) -> Layout:
     return Layout(mesh, sizes, device)
 
 
-def tp_plan() -> dict[str, ParallelStyle]:
-    """Return torch's own styles for a block: one input region before q/k/v and before w1/w3.
-
-    Embedding, norms and head stay whole on every tp rank.
-    """
-    styles: dict[str, ParallelStyle] = {}
-    for inner, columns, row in (("attn", ("wq", "wk", "wv"), "wo"), ("mlp", ("w1", "w3"), "w2")):
-        styles[f"layers.*.{inner}"] = PrepareModuleInput(
-            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
-        )
-        styles |= {f"layers.*.{inner}.{name}": ColwiseParallel() for name in columns}
-        styles[f"layers.*.{inner}.{row}"] = RowwiseParallel()
-    return styles
-
-
 def parallel_model(config: Config, layout: Layout, ledger: Ledger) -> Transformer:
     """Return this rank's part of the model, laid out over tp and dp_shard (see the module)."""
     compute = config.compute
@@ -112,8 +90,7 @@ def parallel_model(config: Config, layout: Layout, ledger: Ledger) -> Transforme
         num_stages=layout.sizes["pp"],
         recompute=compute.activation_checkpointing,
     ).to(layout.device)
-    if layout.sizes["tp"] > 1:
-        taco.parallelize(model, layout.mesh["tp"], tp_plan(), codec=None, ledger=ledger)
+    split_blocks(config, layout.mesh, model, ledger)
     if config.init:
         load_dense(model, config)
     if config.systems.storage.fmt != "dense":

@@ -33,7 +33,7 @@ def pick_device(config: Config, local_rank: int, local_ranks: int) -> torch.devi
 
 @contextmanager
 def process_group(
-    device: torch.device, *, rank: int, world_size: int, store: Path | None
+    device: torch.device, *, rank: int, world_size: int, store: Path | None, threads: int = 0
 ) -> Iterator[None]:
     """Join the world's group and leave it again.
 
@@ -42,12 +42,13 @@ def process_group(
         rank: this rank.
         world_size: ranks of the world.
         store: file through which local ranks meet; None reads torchrun's variables.
+        threads: CPU threads of this rank; 0 shares the machine's cores among its ranks.
     """
     method = f"file://{store.resolve()}" if store else "env://"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(_threads(world_size))
+        torch.set_num_threads(threads or _threads(world_size))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=method,

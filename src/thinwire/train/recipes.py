@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from thinwire.train.config import (
+    Compute,
     Config,
     Data,
     Gradients,
@@ -12,6 +13,7 @@ from thinwire.train.config import (
     Optim,
     Storage,
     Systems,
+    Tensor,
     Weights,
 )
 from thinwire.train.parse import near
@@ -20,7 +22,7 @@ __all__ = ["DEFAULT", "RECIPES", "recipe"]
 
 Recipe = Callable[[], Config]
 
-DEFAULT = "static-6bit"
+DEFAULT = "aquavit"
 
 
 def dense_ddp() -> Config:
@@ -53,6 +55,20 @@ def _weights(doc: str, weights: Weights, gradients: Gradients | None = None) -> 
 
     def build() -> Config:
         return Config(systems=Systems(weights=weights, gradients=gradients or Gradients()))
+
+    build.__doc__ = doc
+    return build
+
+
+def _tensor(doc: str, tensor: Tensor | None = None, *, sequence: bool = False) -> Recipe:
+    """Return a recipe that splits blocks over all ranks, their traffic as given."""
+
+    def build() -> Config:
+        return Config(
+            mesh=Mesh(dp_shard=1, tp=-1),
+            compute=Compute(sequence_parallel=sequence),
+            systems=Systems(tensor=tensor or Tensor()),
+        )
 
     build.__doc__ = doc
     return build
@@ -93,6 +109,17 @@ def _stored(doc: str, storage: Storage) -> Recipe:
     return build
 
 
+def taco_aquavit() -> Config:
+    """TACO on tensor parallel 2, aquavit's weight gathers over the other ranks: 4, 6, ... ranks."""
+    return Config(
+        mesh=Mesh(dp_shard=-1, tp=2),
+        systems=Systems(tensor=_TACO, weights=Weights(codec="aquavit")),
+    )
+
+
+_TACO = Tensor(codec="hadamard")
+
+
 def _storage_recipes() -> dict[str, Recipe]:
     recipes = {
         "dense-adamw": _stored("AdamW with float32 weights: the baseline of ECO.", Storage()),
@@ -129,6 +156,9 @@ RECIPES: dict[str, Recipe] = {
     "dense-ddp": dense_ddp,
     "dense-fsdp": dense_fsdp,
     "dense-tp": dense_tp,
+    "dense-tp-sp": _tensor(
+        "Tensor parallel with activations cut over the sequence, nothing compressed.", sequence=True
+    ),
     "dense-pp": dense_pp,
     "dense-3d": dense_3d,
     "bf16-fsdp": _weights(
@@ -184,6 +214,32 @@ RECIPES: dict[str, Recipe] = {
         "SDP4Bit-like: symmetric 4-bit differences of the weights, a full copy on every rank.",
         Weights(codec="difference", bits=4, block_size=128, symmetric=True),
     ),
+    "taco": _tensor("Tensor parallel, activations and gradients in FP8 (E4M3), rotated.", _TACO),
+    "taco-sp": _tensor("TACO with sequence parallel.", _TACO, sequence=True),
+    "taco-merged": _tensor("TACO with one scale per group.", replace(_TACO, merge_scales=True)),
+    "taco-rotated": _tensor(
+        "TACO that adds up in the rotated domain.", replace(_TACO, middle="rotated")
+    ),
+    "taco-no-hadamard": _tensor("TACO without the rotation.", replace(_TACO, hadamard=False)),
+    "taco-no-alpha": _tensor("TACO without the adaptive scale.", replace(_TACO, alpha=False)),
+    "taco-e5m2": _tensor("TACO in E5M2, both ways.", replace(_TACO, fmt="e5m2")),
+    "taco-e4m3-e5m2": _tensor(
+        "TACO in E4M3 forward, E5M2 backward.", replace(_TACO, backward_fmt="e5m2")
+    ),
+    "taco-int8": _tensor("TACO's rotation with INT8 codes.", replace(_TACO, fmt="int8")),
+    "int8-pergroup": _tensor(
+        "INT8 with one scale per 128 values, not rotated.",
+        replace(_TACO, fmt="int8", hadamard=False),
+    ),
+    "fp8-pertensor": _tensor("E4M3 with one scale per message.", Tensor(codec="tensorwise")),
+    "fp8-pergroup": _tensor(
+        "E4M3 with one scale per 128 values.", replace(_TACO, hadamard=False, alpha=False)
+    ),
+    "taco-4bit": _tensor(
+        "4-bit codes, rotated, tiles of 64: the losing baseline.",
+        replace(_TACO, fmt="int4", group=64),
+    ),
+    "taco-aquavit": taco_aquavit,
     **_storage_recipes(),
     "eco-moe": eco_moe,
     "eco-int4-finetune": eco_int4_finetune,

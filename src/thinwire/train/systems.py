@@ -15,6 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.train.config import Config, Gradients, Weights
 from thinwire.train.mesh import Layout, needs_fsdp
 from thinwire.train.model import Transformer
+from thinwire.train.tensor import TensorTraffic
 
 __all__ = ["System", "attach_systems", "full_precision", "layer_errors"]
 
@@ -50,6 +51,8 @@ def attach_systems(
         systems["weights"] = _simulate(config, layout, model)
     elif _compresses(config):
         _nothing_to_gather(layout, ledger)
+    if config.systems.tensor.nonfinite != "raise":
+        systems["tensor"] = TensorTraffic(ledger)
     return systems
 
 

@@ -49,7 +49,9 @@ def run_under_torchrun(payload: dict[str, Any]) -> dict[str, Any]:
     device = pick_device(config, local_rank, local_ranks)
     resume = Path(payload["resume"]) if payload["resume"] else None
     try:
-        with process_group(device, rank=rank, world_size=world_size, store=None):
+        with process_group(
+            device, rank=rank, world_size=world_size, store=None, threads=config.compute.threads
+        ):
             run = train(config, resume=resume, device=device, progress=payload["progress"])
     except ThinwireError as error:
         # Ranks fail alike in most cases: rank 0 speaks for all, another only with its number.
@@ -77,11 +79,20 @@ def main() -> None:
 def _run(folder: Path, rank: int) -> None:
     job = json.loads((folder / "job.json").read_text())
     payload = job["payload"]
-    config = replace(Config(), compute=Compute(device=payload.get("device", "cpu")))
+    config = replace(
+        Config(),
+        compute=Compute(device=payload.get("device", "cpu"), threads=payload.get("threads", 0)),
+    )
     device = pick_device(config, rank, job["nproc"])
     module, function = job["target"].split(":")
     target = getattr(importlib.import_module(module), function)
-    with process_group(device, rank=rank, world_size=job["nproc"], store=folder / "store"):
+    with process_group(
+        device,
+        rank=rank,
+        world_size=job["nproc"],
+        store=folder / "store",
+        threads=config.compute.threads,
+    ):
         result = target(payload)
         _write(folder / f"result-{rank}.json", result)
 

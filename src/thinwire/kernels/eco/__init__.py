@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.kernels.eco import reference
 from thinwire.kernels.eco.reference import RHO, Quantizer, Step, code_columns, num_scales
 from thinwire.kernels.parallel import DTYPE_CODES, array, backend, run
 from thinwire.kernels.random import RandomKey, kernel_words
@@ -182,12 +181,13 @@ def step_(
     """Take one ECO step in place; return how many scales were left alone for non-finite weights.
 
     Args:
-        codes: uint8 [R, code_columns]; scales: fp32 [S].
-        grad: [R, ...] fp32, bf16 or fp16.
-        exp_avg: moments [R, ...], fp32 or bf16; exp_avg_sq likewise, None for SGD.
+        codes: uint8 [R, code_columns].
+        scales: fp32 [S].
+        grad: [R, ...], fp32, bf16 or fp16.
+        exp_avg: first moments [R, ...], fp32 or bf16.
+        exp_avg_sq: second moments, likewise; None for SGD.
         quantizer: format and granularity.
-        h: the step's constants (`reference.Step`); with lr 0 use `reference` rules: the caller
-            updates moments alone.
+        h: the step's constants; lr must not be 0 (such a step updates moments alone).
         key: None rounds to nearest even; a key rounds stochastically.
         magnitude: None, or magnitudes [S] agreed over ranks (see `step_absmax`).
         row_stride: columns of the full tensor (None: those of grad).

@@ -159,7 +159,8 @@ def quantize_with(
 ) -> tuple[Tensor, Tensor]:
     """Return codes uint8 and the dequantized values [R, C] for given scales."""
     rho = RHO[quantizer.fmt]
-    scale = _expand(scale_S, *x_RC.shape, quantizer.group)
+    rows, columns = x_RC.shape
+    scale = _expand(scale_S, rows, columns, quantizer.group)
     q = round_to_grid((x_RC / scale).clamp(-rho, rho), quantizer.fmt, u)
     return _to_codes(q, quantizer.fmt), q * scale
 
@@ -230,8 +231,11 @@ def step(
     """Take one step in place; return how many scales were left alone for a non-finite th~.
 
     Args:
-        codes: uint8 [R, code_columns]; scales: fp32 [S].
-        g: gradient [R, C], fp32, bf16 or fp16; m, v: moments [R, C], fp32 or bf16 (v None: SGD).
+        codes: uint8 [R, code_columns].
+        scales: fp32 [S].
+        g: gradient [R, C], fp32, bf16 or fp16.
+        m: first moments [R, C], fp32 or bf16.
+        v: second moments, likewise; None for SGD.
         quantizer: format and granularity.
         h: the step's constants.
         u: uniforms [R, C] for stochastic rounding, or None.
@@ -242,7 +246,7 @@ def step(
         magnitude = absmax(theta, quantizer.group)
     bad_S = ~torch.isfinite(magnitude)
     scale = scale_of(magnitude.masked_fill(bad_S, 0.0), RHO[quantizer.fmt], quantizer.pow2_scale)
-    bad = _expand(bad_S, *theta.shape, quantizer.group).expand_as(theta)
+    bad = _expand(bad_S, theta.shape[0], theta.shape[1], quantizer.group).expand_as(theta)
     theta = theta.masked_fill(bad, 0.0)
     new_codes, new_theta = quantize_with(theta, scale, quantizer, u)
     new_m = inject(new_m, theta - new_theta, den, h)

@@ -38,7 +38,7 @@ def to_uniform(word: Any) -> Any:
     return np.float32(_U32(word >> _U32(8))) * _SCALE
 
 
-@inline
+@jit
 def fill_uniform(u: Any, count: Any, first: Any, key: Any, tensor: Any, step: Any) -> None:
     """Write the uniforms of flat indices first .. first + count - 1 into u[:count]."""
     head = min(count, (4 - first % 4) % 4)
