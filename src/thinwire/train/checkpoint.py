@@ -31,6 +31,7 @@ from thinwire.errors import CheckpointError
 from thinwire.train.config import Config
 from thinwire.train.model import Transformer
 from thinwire.train.parse import config_hash, to_dict
+from thinwire.train.replicas import ReplicaSystem
 from thinwire.train.saved import META, check_same, find_checkpoint, read_meta
 from thinwire.train.systems import System
 
@@ -92,6 +93,9 @@ class Checkpointer:
         """
         meta = read_meta(path)
         check_same(path, meta["config"], self.config)
+        for system in self.systems.values():
+            if isinstance(system, ReplicaSystem):
+                system.expect(meta["mesh"])
         state = self._state()
         try:
             load(state, checkpoint_id=path)
