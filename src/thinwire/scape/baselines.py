@@ -385,6 +385,12 @@ class SyncOptimizer(Optimizer):
         _refuse_nonfinite(parts)
         return parts
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from torch's `state_dict`."""
+        super().load_state_dict(state_dict)
+        # torch makes new group dicts: entries must follow the learning rates in these.
+        self.entries = list_entries(self.param_groups)
+
     def metrics(self) -> dict[str, float]:
         """Return nothing beyond the ledger."""
         return {}
