@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from tests.scape_cases import all_equal, gradient, parameters, simulate, train_rank, weights_of
 from thinwire.comm import Ledger
 from thinwire.errors import ConfigError, NonFiniteError
-from thinwire.scape import Scape
+from thinwire.scape import Scape, TopkHook
 from thinwire.scape.consistency import fingerprint
 from thinwire.testing.processes import run_processes
 
@@ -224,6 +224,49 @@ def tensor_parallel_case(rank):
     }
 
 
+def ddp_hook_case(rank):
+    """Full density is DDP's own mean; sparse trains, counts its bytes and resumes."""
+    out = {}
+
+    def train(density, steps, hook_state=None, weights=None, start=0):
+        model = net()
+        if weights is not None:
+            model.load_state_dict(weights)
+        ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+        ledger, hook = Ledger(), None
+        if density:
+            hook = TopkHook(model.named_parameters(), density, dense_below=100, ledger=ledger)
+            if hook_state is not None:
+                hook.load_state_dict(hook_state)
+            ddp.register_comm_hook(hook, TopkHook.hook)
+        opt = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(start, start + steps):
+            x, y = batch(step, rank)
+            F.mse_loss(ddp(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return model, hook, ledger
+
+    plain, _, _ = train(0, 4)
+    full, _, _ = train(1.0, 4)
+    pairs = zip(plain.parameters(), full.parameters(), strict=True)
+    out["full density is the mean"] = all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
+    sparse, hook, ledger = train(0.05, 6)
+    out["compressed"] = "below dense" in ledger.check()
+    out["residual per parameter"] = {p.shape for p in sparse.parameters() if p.ndim > 1} == {
+        p.shape for p in hook.residuals
+    }
+    every = [None] * 4
+    dist.all_gather_object(every, weights_of(sparse.named_parameters()))
+    out["replicas equal"] = all(all_equal(every[0], e) for e in every)
+    first, hook, _ = train(0.05, 3)
+    again, _, _ = train(0.05, 3, copy.deepcopy(hook.state_dict()), first.state_dict(), 3)
+    out["resumes"] = all_equal(
+        weights_of(sparse.named_parameters()), weights_of(again.named_parameters())
+    )
+    return out
+
+
 def cases(rank):
     groups = {n: dist.new_group(list(range(n))) for n in (2, 3)}
     world = dist.group.WORLD
@@ -232,7 +275,7 @@ def cases(rank):
         out[n] = quadratic(group, LONG) if rank < n else None
     out[4] = quadratic(world, LONG)
     verdicts = {}
-    for case in (overlap_case, sharded_case, tensor_parallel_case):
+    for case in (overlap_case, sharded_case, tensor_parallel_case, ddp_hook_case):
         verdicts |= {f"{case.__name__}: {k}": v for k, v in case(rank).items()}
     return out, verdicts
 

@@ -352,16 +352,16 @@ def test_frozen_mask_repeats_itself():
     assert overlaps[-1] == 1.0
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"unmasked": "decay"},
-        {"max_norm": 0.5},
-        {"max_norm": 0.5, "clip": "reconstructed"},
-        {"values_dtype": torch.bfloat16},
-    ],
-)
+FUSED = [
+    {},
+    {"unmasked": "decay"},
+    {"max_norm": 0.5},
+    {"max_norm": 0.5, "clip": "reconstructed"},
+    {"values_dtype": torch.bfloat16},
+]
+
+
+@pytest.mark.parametrize("settings", FUSED)
 def test_fused_steps_equal_the_plain_rule(settings, monkeypatch):
     """Weights, moments, residuals: bit for bit."""
     got, fast = simulate(25, 2, **settings)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
+from thinwire.kernels import adams as kernels
 from thinwire.scape.layout import local
 from thinwire.scape.optimizer import check_hyper
 from thinwire.scape.rules import step_bound
@@ -35,6 +36,7 @@ class AdamS(Optimizer):
         eps: added to the root of the second moment; positive.
         weight_decay: decoupled decay.
         foreach: update all tensors in few calls (default), or one by one.
+        fused: one pass per tensor in a kernel; None where it applies: float32 on the CPU.
 
     Raises:
         ConfigError: hyper-parameters out of range.
@@ -54,13 +56,14 @@ class AdamS(Optimizer):
         weight_decay: float = 0.1,
         *,
         foreach: bool = True,
+        fused: bool | None = None,
     ) -> None:
         check_hyper(lr, betas, eps, weight_decay)
         bound = step_bound(*betas)
         if bound > 2:
             warnings.warn(f"betas {betas} let a step reach {bound:.2f} * lr", stacklevel=2)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"foreach": foreach})
+        super().__init__(params, defaults | {"foreach": foreach, "fused": fused})
         for group in self.param_groups:
             for p in group["params"]:
                 if not p.is_floating_point():
@@ -79,12 +82,35 @@ class AdamS(Optimizer):
             for p in params:
                 self.state[p]["step"] += 1
             weights = [local(p.detach()) for p in params]
-            grads = [local(p.grad).to(p.dtype) for p in params]
+            grads = [local(p.grad) for p in params]
             moments = [local(self.state[p]["exp_avg"]) for p in params]
-            update = _foreach_adams if group["foreach"] else _single_adams
             if params:
-                update(weights, grads, moments, group)
+                _pick(group, weights, moments)(weights, grads, moments, group)
         return loss
+
+
+Update = Callable[[list[Tensor], list[Tensor], list[Tensor], dict[str, Any]], None]
+
+
+def _pick(group: dict[str, Any], weights: list[Tensor], moments: list[Tensor]) -> Update:
+    fits = all(
+        x.dtype == torch.float32 and x.is_contiguous() and x.device.type == "cpu"
+        for x in (*weights, *moments)
+    )
+    if group["fused"] and not fits:
+        raise ConfigError("fused AdamS updates contiguous float32 tensors on the CPU: drop fused")
+    if fits and group["fused"] is not False:
+        return _fused_adams
+    return _foreach_adams if group["foreach"] else _single_adams
+
+
+def _fused_adams(
+    weights: list[Tensor], grads: list[Tensor], moments: list[Tensor], group: dict[str, Any]
+) -> None:
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    for w, g, m in zip(weights, grads, moments, strict=True):
+        decay = group["weight_decay"] if w.ndim > 1 else 0.0
+        kernels.adams_(w, m, g, kernels.Step(lr, beta1, beta2, group["eps"], decay))
 
 
 def _single_adams(
@@ -92,6 +118,7 @@ def _single_adams(
 ) -> None:
     lr, (beta1, beta2), eps = float(group["lr"]), group["betas"], group["eps"]
     for w, g, m in zip(weights, grads, moments, strict=True):
+        g = g.to(w.dtype)
         v = m.square() * beta2 + g.square() * (1 - beta2)
         m.mul_(beta1).add_(g * (1 - beta1))
         if w.ndim > 1:
@@ -103,6 +130,7 @@ def _foreach_adams(
     weights: list[Tensor], grads: list[Tensor], moments: list[Tensor], group: dict[str, Any]
 ) -> None:
     lr, (beta1, beta2), eps = float(group["lr"]), group["betas"], group["eps"]
+    grads = [g.to(w.dtype) for g, w in zip(grads, weights, strict=True)]
     v = torch._foreach_mul(moments, moments)
     torch._foreach_mul_(v, beta2)
     squares = torch._foreach_mul(grads, grads)

@@ -36,7 +36,8 @@ Part = dict[str, Any]
 def local_state(opt: "SparseOptimizer") -> Part:
     """Return this rank's own part: tensors by parameter or piece name, and what they belong to."""
     worker = opt.worker
-    masks = worker.masks() or {}
+    masks = worker.masks()
+    everything = {p: torch.arange(p.numel) for p in opt.table.sparse} if masks is None else masks
     residual = {
         entry.name: run.state["residual"][span].view(local(entry.param.detach()).shape)
         for run in worker.runs
@@ -54,8 +55,9 @@ def local_state(opt: "SparseOptimizer") -> Part:
         "density": repr(opt.options.schedule),
         "run_key": worker.masking.run_key,
         "mode": opt.options.mode,
+        "masked": masks is not None,
         "residual": residual,
-        "mask": {p.name: _bits(m.numel()).encode_index(m, p.numel) for p, m in masks.items()},
+        "mask": {p.name: _bits(m.numel()).encode_index(m, p.numel) for p, m in everything.items()},
         "master": masters,
     }  # fmt: skip
 
@@ -107,7 +109,10 @@ def load_local_state(opt: "SparseOptimizer", parts: Sequence[Part]) -> None:
         for entry, span in run.spans():
             target = run.state["residual"][span].view(local(entry.param.detach()).shape)
             _copy(target, part["residual"].get(entry.name), f"residual of {entry.name!r}")
-    _load_masks(opt, part["mask"])
+    if part["masked"]:
+        _load_masks(opt, part["mask"])
+    else:
+        opt.worker.all_dense()
     _load_masters(opt, part["master"])
     opt.worker.step = part["step"]
     opt._step_tensor.fill_(part["step"])
@@ -173,9 +178,6 @@ def _same_settings(opt: "SparseOptimizer", part: Part) -> None:
 
 
 def _load_masks(opt: "SparseOptimizer", packed: Mapping[str, Tensor]) -> None:
-    if not packed:
-        opt.worker.all_dense()
-        return
     masks: dict[Piece, Tensor] = {}
     for run in opt.worker.runs:
         device = run.entries[0].param.device

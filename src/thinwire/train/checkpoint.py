@@ -32,6 +32,7 @@ from thinwire.errors import CheckpointError
 from thinwire.train.config import Config
 from thinwire.train.model import Transformer
 from thinwire.train.parse import config_hash, to_dict
+from thinwire.train.replicas import ReplicaSystem
 from thinwire.train.saved import META, check_same, find_checkpoint, read_meta
 from thinwire.train.systems import System
 
@@ -93,6 +94,9 @@ class Checkpointer:
         """
         meta = read_meta(path)
         check_same(path, meta["config"], self.config)
+        for system in self.systems.values():
+            if isinstance(system, ReplicaSystem):
+                system.expect(meta["mesh"])
         model, optimizer = get_state_dict(self.model, self.optimizer, options=OPTIONS)
         state = self._saved(model, optimizer)
         try:

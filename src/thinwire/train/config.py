@@ -18,6 +18,7 @@ __all__ = [
     "Mesh",
     "Model",
     "Optim",
+    "Replicas",
     "Storage",
     "Systems",
     "Tensor",
@@ -284,6 +285,55 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Replicas:
+    """The optimizer and what replicas (dp_replicate) exchange for it (links gradients, masks)."""
+
+    optimizer: Literal[
+        "adamw", "adams", "scape", "topk-adamw", "dgc", "demo", "powersgd", "powersgd-ddp"
+    ] = "adamw"
+    """adamw and adams average dense gradients; scape sends a sparse first moment, topk-adamw sparse
+    gradients on the same wire; dgc, demo and powersgd are published baselines (powersgd-ddp:
+    torch's own hook)."""
+    density: float = 0.01
+    """Fraction of elements sent (scape, topk-adamw, dgc)."""
+    dense_steps: int = 0
+    """Dense steps after the first one, which always is."""
+    ramp_steps: int = 0
+    """Steps from all down to density."""
+    unmasked: Literal["transfer", "decay"] = "transfer"
+    """What scape does off the mask."""
+    lag: Literal[0, 1] = 1
+    """1 hides the mask exchange under the next step."""
+    mask_source: Literal["owner", "random", "union"] = "owner"
+    """Who builds masks; random and union are baselines."""
+    frozen_mask: bool = False
+    """Baseline: leave the residual out of the mask's statistic."""
+    move_all: bool = False
+    """Baseline: step elements off the mask too (with decay)."""
+    mask_format: Literal["auto", "bits", "index12", "delta"] = "auto"
+    """Wire form of masks."""
+    values_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of values on the wire."""
+    clip: Literal["local", "rms", "reconstructed"] = "rms"
+    """Which norm optim.max_norm bounds: this replica's, the root mean square of all, or that of
+    the reconstructed mean."""
+    overlap: bool = False
+    """Send values while backward runs (clip reconstructed, or max_norm 0)."""
+    offload: Literal["none", "residual", "all"] = "none"
+    """State kept in host memory."""
+    sharded: bool = False
+    """float32 weights at their owners only (16-bit parameters)."""
+    rank: int = 4
+    """Columns of powersgd."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.density <= 1.0:
+            raise ConfigError(f"systems.replicas.density must lie in (0, 1], got {self.density}")
+        if self.dense_steps < 0 or self.ramp_steps < 0 or self.rank < 1:
+            raise ConfigError("systems.replicas: dense_steps, ramp_steps >= 0 and rank >= 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Systems:
     """What compresses which link."""
 
@@ -291,6 +341,7 @@ class Systems:
     gradients: Gradients = field(default_factory=Gradients)
     tensor: Tensor = field(default_factory=Tensor)
     storage: Storage = field(default_factory=Storage)
+    replicas: Replicas = field(default_factory=Replicas)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

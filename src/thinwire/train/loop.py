@@ -24,11 +24,11 @@ from tqdm import tqdm
 
 from thinwire import comm, eco, taco
 from thinwire.comm import Ledger
+from thinwire.scape import Scape
 from thinwire.train.checkpoint import Checkpointer
 from thinwire.train.config import Config
 from thinwire.train.data import TrainBatches, bits_per_byte, held_out_batch
 from thinwire.train.gradients import (
-    ReplicaSync,
     local,
     local_square_norm,
     scale_gradients,
@@ -36,9 +36,10 @@ from thinwire.train.gradients import (
 from thinwire.train.mesh import Layout, make_layout, parallel_model
 from thinwire.train.metrics import MetricsFile, peak_nbytes, versions, write_run
 from thinwire.train.model import Transformer
-from thinwire.train.optim import lr_schedule, make_optimizer
+from thinwire.train.optim import lr_schedule
 from thinwire.train.parse import config_hash, to_dict
 from thinwire.train.passes import Pass, make_pass
+from thinwire.train.replicas import Sync, make_replicas
 from thinwire.train.saved import newest_checkpoint, refuse_to_mix
 from thinwire.train.sources import load_corpus
 from thinwire.train.systems import System, attach_systems, full_precision, layer_errors
@@ -87,9 +88,10 @@ class Trainer:
         model: this rank's part of the model.
         ledger: books every byte this rank sends.
         systems: attached compression by config node.
-        optimizer: AdamW over this rank's parameters.
+        optimizer: over this rank's parameters.
         batches: training data and its position.
-        sync: averages gradients over replicas.
+        sync: averages gradients over replicas, or leaves that to the optimizer.
+        clips: the optimizer bounds the gradient norm itself.
         passes: forward and backward.
         watchdog: stops a lost run.
         step: finished steps.
@@ -102,7 +104,8 @@ class Trainer:
     systems: dict[str, System]
     optimizer: Optimizer
     batches: TrainBatches
-    sync: ReplicaSync
+    sync: Sync
+    clips: bool
     passes: Pass
     watchdog: Watchdog
     step: int = 0
@@ -122,18 +125,21 @@ class Trainer:
         batches = TrainBatches(corpus, data.seq_len_tokens, data.batch_seqs, config.seed)
         ledger = Ledger(timing=config.timing)
         model = parallel_model(config, layout, ledger)
-        optimizer = make_optimizer(config, model, ledger)
-        sync = ReplicaSync(list(model.parameters()), layout, ledger)
+        systems = attach_systems(config, layout, model, ledger)
+        replicas = make_replicas(config, layout, model, ledger)
+        if replicas.system is not None:
+            systems["replicas"] = replicas.system
         return cls(
             config=config,
             layout=layout,
             model=model,
             ledger=ledger,
-            systems=attach_systems(config, layout, model, ledger),
-            optimizer=optimizer,
+            systems=systems,
+            optimizer=replicas.optimizer,
             batches=batches,
-            sync=sync,
-            passes=make_pass(config, layout, model, sync, ledger),
+            sync=replicas.sync,
+            clips=replicas.clips,
+            passes=make_pass(config, layout, replicas.forward, replicas.sync, ledger),
             watchdog=Watchdog(config.watchdog),
         )
 
@@ -214,7 +220,7 @@ class Trainer:
         grad_norm = math.sqrt(square_norm)
         self.watchdog.check(self.step, mean_loss, grad_norm)
         max_norm = self.config.optim.max_norm
-        if max_norm and grad_norm > max_norm:
+        if max_norm and grad_norm > max_norm and not self.clips:
             scale_gradients(params, max_norm / grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -345,7 +351,7 @@ class Trainer:
             "peak_bytes": peak_nbytes(self.layout.device),
             "params": sum(p.numel() for p in whole.parameters()),
             "stored_params": sum(local(p.detach()).numel() for p in stored),
-        }
+        } | (self.optimizer.memory() if isinstance(self.optimizer, Scape) else {})
 
 
 def _tell(record: dict[str, Any], until: int) -> None:

@@ -9,16 +9,16 @@ Legend: `B` sequences of this rank, `M` of a micro-batch, `T` tokens, ``V` vocab
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from thinwire.comm import Ledger
 from thinwire.train.config import Config
 from thinwire.train.data import IGNORED
-from thinwire.train.gradients import ReplicaSync
 from thinwire.train.mesh import Layout
 from thinwire.train.model import Transformer
+from thinwire.train.replicas import Sync
 
 __all__ = ["Pass", "make_pass", "token_loss"]
 
@@ -45,14 +45,13 @@ def token_loss(logits_BTV: Tensor, y_BT: Tensor, reduction: str = "mean") -> Ten
     )
 
 
-def make_pass(
-    config: Config, layout: Layout, model: Transformer, sync: ReplicaSync, ledger: Ledger
-) -> Pass:
+def make_pass(config: Config, layout: Layout, model: nn.Module, sync: Sync, ledger: Ledger) -> Pass:
     """Return the pass that fits the layout."""
     if layout.sizes["pp"] > 1:
         # torch's pipelining imports its compiler: more than a second for each rank.
         from thinwire.train.pipeline import PipelinePass  # noqa: PLC0415
 
+        assert isinstance(model, Transformer)  # pipelines are not wrapped
         return PipelinePass(config, layout, model, ledger)
     return WholePass(config, model, sync)
 
@@ -60,7 +59,7 @@ def make_pass(
 class WholePass:
     """Micro-batches one after the other; gradients are reduced in the last one only."""
 
-    def __init__(self, config: Config, model: Transformer, sync: ReplicaSync) -> None:
+    def __init__(self, config: Config, model: nn.Module, sync: Sync) -> None:
         self.model, self.sync = model, sync
         self.micro_batches = config.data.micro_batches
 

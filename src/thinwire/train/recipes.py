@@ -11,6 +11,7 @@ from thinwire.train.config import (
     Mesh,
     Model,
     Optim,
+    Replicas,
     Storage,
     Systems,
     Tensor,
@@ -149,11 +150,81 @@ def _storage_recipes() -> dict[str, Recipe]:
     return recipes
 
 
+def _replicas(doc: str, replicas: Replicas, lr: float = 3e-3) -> Recipe:
+    """Return a recipe of whole replicas that agree as given."""
+
+    def build() -> Config:
+        return Config(
+            mesh=Mesh(dp_replicate=-1, dp_shard=1),
+            optim=Optim(lr=lr),
+            systems=Systems(replicas=replicas),
+        )
+
+    build.__doc__ = doc
+    return build
+
+
+# Dense warm-up of a tenth of the default 200 steps.
+_SCAPE = Replicas(optimizer="scape", density=0.1, dense_steps=20)
+_SCAPE_99 = replace(_SCAPE, density=0.01)
+
+REPLICAS: dict[str, Recipe] = {
+    "dense-adams": _replicas(
+        "Replicas with AdamS on dense averaged gradients.", Replicas(optimizer="adams")
+    ),
+    "scape-90": _replicas("SCAPE: replicas exchange 10 % of the first moment.", _SCAPE),
+    "scape-99": _replicas("SCAPE: replicas exchange 1 % of the first moment.", _SCAPE_99, lr=1e-2),
+    "scape-90-decay": _replicas(
+        "SCAPE at 10 % whose momentum decays off the mask.", replace(_SCAPE, unmasked="decay")
+    ),
+    "scape-90-lag0": _replicas(
+        "SCAPE at 10 % with masks of the step itself: an exposed exchange.", replace(_SCAPE, lag=0)
+    ),
+    "scape-99-delta": _replicas(
+        "SCAPE at 1 % with masks sent as changes.", replace(_SCAPE_99, mask_format="delta"), lr=1e-2
+    ),
+    "random-mask": _replicas(
+        "SCAPE at 10 % with random masks, which cost no bytes.",
+        replace(_SCAPE, mask_source="random"),
+    ),
+    "frozen-mask": _replicas(
+        "SCAPE at 10 % without the residual in the statistic.", replace(_SCAPE, frozen_mask=True)
+    ),
+    "union-mask": _replicas(
+        "SCAPE at 10 % on the union of every replica's own mask: fill-in.",
+        replace(_SCAPE, mask_source="union"),
+    ),
+    "all-moved": _replicas(
+        "SCAPE at 10 % (decay) that steps every weight.",
+        replace(_SCAPE, unmasked="decay", move_all=True),
+    ),
+    "topk-ef-adamw": _replicas(
+        "Top-k gradients (10 %) with error feedback, AdamW on the sparse mean.",
+        replace(_SCAPE, optimizer="topk-adamw"),
+    ),
+    "demo-like": _replicas(
+        "DeMo-like: fast DCT components of the momentum, signed steps.",
+        Replicas(optimizer="demo"),
+        lr=1e-3,
+    ),
+    "dgc": _replicas(
+        "Deep Gradient Compression: momentum SGD, 0.1 % of the velocity.",
+        Replicas(optimizer="dgc", density=0.001, ramp_steps=80),
+        lr=0.1,
+    ),
+    "powersgd": _replicas("PowerSGD of rank 4 with AdamW.", Replicas(optimizer="powersgd")),
+    "powersgd-ddp": _replicas(
+        "PowerSGD of rank 4 through torch's DDP hook, with AdamW.",
+        Replicas(optimizer="powersgd-ddp"),
+    ),
+}
+
 _AQUAVIT = Weights(codec="aquavit")
 _WIDTHS = Weights(codec="aquavit", levels="widths")
 
 RECIPES: dict[str, Recipe] = {
     "dense-ddp": dense_ddp,
+    **REPLICAS,
     "dense-fsdp": dense_fsdp,
     "dense-tp": dense_tp,
     "dense-tp-sp": _tensor(
