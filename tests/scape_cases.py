@@ -73,3 +73,25 @@ def flat(sim, name, worker=0):
 def residuals(sim):
     """Return the mean residual over workers."""
     return torch.stack([flat(sim, "residual", w) for w in range(len(sim.workers))]).mean(0)
+
+
+def train_rank(rank, steps, optimizer, named, *, noise=0.3, accumulate=1, start=0):
+    """Step an optimizer on this rank's gradients of the noisy quadratic."""
+    for step in range(start, start + steps):
+        for i, (_, p) in enumerate(named):
+            g = gradient(step, rank, i, p, noise)
+            for _ in range(accumulate):
+                part = g / accumulate
+                p.grad = part if p.grad is None else p.grad + part
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights_of(named):
+    """Return copies of the parameters."""
+    return [p.detach().clone() for _, p in named]
+
+
+def all_equal(a, b):
+    """Return whether two lists of tensors are bit-equal."""
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import aquavit, codecs, comm, errors, scape, taco
+    from thinwire import aquavit, codecs, comm, eco, errors, scape, schedules, taco
     from thinwire.comm.ledger import Ledger
     from thinwire.errors import ThinwireError
 
@@ -20,8 +20,10 @@ __all__ = [
     "aquavit",
     "codecs",
     "comm",
+    "eco",
     "errors",
     "scape",
+    "schedules",
     "taco",
 ]
 

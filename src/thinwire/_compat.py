@@ -33,6 +33,7 @@ __all__ = [
     "keeps_unsharded_after_forward",
     "map_tensors",
     "no_torch_function",
+    "num_groups",
     "reduce_scatter_single",
     "shard_group",
     "torch_version",
@@ -47,6 +48,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def default_group() -> dist.ProcessGroup:
     """Return the world group."""
     return distributed_c10d._get_default_group()
+
+
+def num_groups() -> int:
+    """Return how many groups this rank has made, which names the next locally made one."""
+    return len(distributed_c10d._world.pg_names)
 
 
 def group_from_name(name: str) -> dist.ProcessGroup:

@@ -105,7 +105,7 @@ def thinwire(*args, limit_bytes=None, program=("-m", "thinwire")):
         [sys.executable, *program, *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         preexec_fn=limit,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )

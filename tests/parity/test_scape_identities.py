@@ -350,3 +350,23 @@ def test_frozen_mask_repeats_itself():
 
     simulate(12, 2, rule=Adams("transfer", frozen=True), watch=watch)
     assert overlaps[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"unmasked": "decay"},
+        {"max_norm": 0.5},
+        {"max_norm": 0.5, "clip": "reconstructed"},
+        {"values_dtype": torch.bfloat16},
+    ],
+)
+def test_fused_steps_equal_the_plain_rule(settings, monkeypatch):
+    """Weights, moments, residuals: bit for bit."""
+    got, fast = simulate(25, 2, **settings)
+    monkeypatch.setattr("thinwire.scape.fused.fits", lambda rule, run: False)
+    want, plain = simulate(25, 2, **settings)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(got, want, strict=True))
+    for name in ("exp_avg", "residual"):
+        assert torch.equal(flat(fast, name, 1), flat(plain, name, 1))

@@ -48,6 +48,15 @@ def test_default_group_and_group_from_name():
     on_two_ranks(check)
 
 
+def test_num_groups_counts_this_ranks_groups():
+    def check(rank):
+        before = _compat.num_groups()
+        dist.new_group([rank], use_local_synchronization=True)
+        assert _compat.num_groups() == before + 1
+
+    on_two_ranks(check)
+
+
 def test_comm_base_classes_are_accepted_by_the_setters():
     class Gather(_compat.AllGather):
         def allocate(self, size, *, dtype, device):

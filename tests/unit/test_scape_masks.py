@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from thinwire.codecs.bitmask import Bitmask
 from thinwire.errors import ConfigError, WireError
-from thinwire.scape import packing
-from thinwire.scape.messages import MaskWire, message_nbytes
+from thinwire.kernels.adams import largest
+from thinwire.scape.messages import MaskWire, codec, message_nbytes
 from thinwire.scape.select import random_positions, top_positions
 from thinwire.scape.table import Piece, build_table, keep
 from thinwire.schedules import Density
@@ -32,15 +33,10 @@ BYTES = [
 @pytest.mark.parametrize(("form", "numel", "chosen", "want"), BYTES)
 def test_byte_strings(form, numel, chosen, want):
     chosen = torch.tensor(chosen, dtype=torch.int64)
-    pack = packing.pack_bits if form == "bits" else packing.pack_index12
-    wire = pack(chosen, numel)
+    how = Bitmask(k=chosen.numel(), form=form)
+    wire = how.encode_index(chosen, numel)
     assert bytes(wire.tolist()) == bytes.fromhex(want)
-    back = (
-        packing.unpack_bits(wire, numel)
-        if form == "bits"
-        else packing.unpack_index12(wire, numel, chosen.numel())
-    )
-    assert torch.equal(back, chosen)
+    assert torch.equal(how.decode_index(wire, numel), chosen)
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -48,31 +44,35 @@ def test_byte_strings(form, numel, chosen, want):
 def test_formulas_equal_lengths_and_round_trips_hold(numel, density):
     k = max(1, round(density * numel))
     chosen = positions(numel, k)
-    bits, index12 = packing.pack_bits(chosen, numel), packing.pack_index12(chosen, numel)
-    assert bits.numel() == packing.bits_nbytes(numel) == math.ceil(numel / 8)
-    want = 2 * math.ceil(numel / 4096) + math.ceil(3 * k / 2)
-    assert index12.numel() == packing.index12_nbytes(numel, k) == want
-    assert torch.equal(packing.unpack_bits(bits, numel), chosen)
-    assert torch.equal(packing.unpack_index12(index12, numel, k), chosen)
+    index12 = 2 * math.ceil(numel / 4096) + math.ceil(3 * k / 2)
+    for form, want in (("bits", math.ceil(numel / 8)), ("index12", index12)):
+        how = Bitmask(k=k, form=form)
+        wire = how.encode_index(chosen, numel)
+        assert wire.numel() == how.wire_nbytes(numel) == want
+        assert torch.equal(how.decode_index(wire, numel), chosen)
 
 
 def test_a_full_and_an_empty_chunk():
     chosen = torch.cat((torch.arange(4096), torch.tensor([8192, 9000])))
-    wire = packing.pack_index12(chosen, 9001)
+    how = Bitmask(k=chosen.numel(), form="index12")
+    wire = how.encode_index(chosen, 9001)
     assert wire[:6].tolist() == [0, 16, 0, 0, 2, 0]
-    assert torch.equal(packing.unpack_index12(wire, 9001, chosen.numel()), chosen)
+    assert torch.equal(how.decode_index(wire, 9001), chosen)
 
 
-def test_auto_takes_the_smaller_form_and_bits_on_a_tie():
-    assert packing.form_of(4096 * 100, 4096, "auto") == "index12"  # 1 %
-    assert packing.form_of(4096 * 100, 40960, "auto") == "bits"  # 10 %
-    # index12 beats bits below 8.30 %
-    n = 4096 * 1000
-    assert packing.form_of(n, int(0.0829 * n), "auto") == "index12"
-    assert packing.form_of(n, int(0.0831 * n), "auto") == "bits"
-    numel, k = 4096, 340  # both forms take 512 bytes
-    assert packing.index12_nbytes(numel, k) == packing.bits_nbytes(numel) == 512
-    assert packing.form_of(numel, k, "auto") == "bits"
+FORMS = [  # elements, positions, shorter form: index12 beats bits below 8.30 %
+    (4096 * 100, 4096, "index12"),
+    (4096 * 100, 40960, "bits"),
+    (4096 * 1000, int(0.0829 * 4096 * 1000), "index12"),
+    (4096 * 1000, int(0.0831 * 4096 * 1000), "bits"),
+    (4096, 340, "bits"),  # a tie: 512 bytes each
+]
+
+
+@pytest.mark.parametrize(("numel", "k", "form"), FORMS)
+@pytest.mark.parametrize("mask_format", ["auto", "delta"])
+def test_auto_takes_the_smaller_form_and_bits_on_a_tie(numel, k, form, mask_format):
+    assert codec(k, mask_format).form_for(numel) == form
 
 
 TIES = [
@@ -147,13 +147,11 @@ def test_prime_widths_never_send_more_than_dense(width, k, values, mask, dense):
     n = width * width
     assert keep(n, 0.01) == k
     assert 4 * k == values
-    assert min(packing.index12_nbytes(n, k), packing.bits_nbytes(n)) == mask
+    assert codec(k, "auto").wire_nbytes(n) == mask
     assert 4 * n == dense
     for density in (0.01, 0.1, 0.5, 0.9, 0.97):
         kept = keep(n, density)
-        form = packing.form_of(n, kept, "auto")
-        size = packing.bits_nbytes(n) if form == "bits" else packing.index12_nbytes(n, kept)
-        assert 4 * kept + size < 4.1 * n
+        assert 4 * kept + codec(kept, "auto").wire_nbytes(n) < 4.1 * n
 
 
 def test_density_schedule():
@@ -246,7 +244,7 @@ def test_fill_in_of_masks_that_every_worker_builds():
         union = torch.zeros(numel, dtype=torch.bool)
         filled = {}
         for count, row in enumerate(scores, start=1):
-            union[top_positions(row[None], round(density * numel))[0]] = True
+            union[largest(row, round(density * numel))] = True
             filled[count] = union.float().mean().item()
         for d, count, want in FILL_IN:
             if d == density:

@@ -1,6 +1,7 @@
 """Schedules, watchdog, model and gradient averaging, each beside a plain reference."""
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -164,9 +165,11 @@ def test_replicas_average_and_overlap(monkeypatch):
     """Buckets leave during backward, the last before the first parameter's gradient is there."""
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 4 * 16)
 
+    # Ranks are threads and share torch's default generator: all start from copies of one model.
+    start = two_layers()
+
     def rank_main(rank):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        model = deepcopy(start)
         model.unused = nn.Parameter(torch.ones(3))
         ledger = Ledger()
         sync = gradients.ReplicaSync(list(model.parameters()), OneAxis(2), ledger)
@@ -187,9 +190,13 @@ def test_replicas_average_and_overlap(monkeypatch):
         assert wire_bytes == (16 + 16 + 3) * 4
 
 
-def rank_reference():
+def two_layers():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+
+def rank_reference():
+    model = two_layers()
     for x in (1.0, 2.0):
         # Two micro-batches of each rank, averaged over two ranks.
         (model(torch.full((1, 4), x)).sum() * 2 / 2).backward()

@@ -106,25 +106,24 @@ def attach(
         rounding=rounding,
         seed=seed,
     )
+    options = (keep_wire, gradients, error_feedback, source, layout, meta, rounding, seed)
+    _put_on(handle, model, modules, rules, repr((schedule, rules, options)))
+    return handle
+
+
+def _put_on(
+    handle: Handle,
+    model: nn.Module,
+    modules: list[tuple[str, FSDPModule]],
+    rules: Rules,
+    settings: str,
+) -> None:
+    """Check model and ranks, then give every FSDP module its comm objects."""
     segments = {name: find_segments(model, module, rules) for name, module in modules}
     handle.stores = any(s.stored_nbytes for group in segments.values() for s in group)
-    _check_qualifies(segments, schedule, gradients)
-    _check_stored(segments, schedule)
+    _check_qualifies(segments, handle.schedule, handle.gradients)
+    _check_stored(segments, handle.schedule)
     groups = [g for _, m in modules if (g := _compat.shard_group(m)) is not None]
-    settings = repr(
-        (
-            schedule,
-            rules,
-            keep_wire,
-            gradients,
-            error_feedback,
-            source,
-            layout,
-            meta,
-            rounding,
-            seed,
-        )
-    )
     _check_agreement(settings, segments, groups)
     for name, module in modules:
         if segments[name]:
@@ -132,7 +131,6 @@ def attach(
     handle.bind_group(groups[0] if groups else None)
     _declare(handle, segments, max((g.size() for g in groups), default=1))
     _follow(handle, model, segments)
-    return handle
 
 
 def _check_options(*, keep_wire: str, source: str, nonfinite: str) -> None:

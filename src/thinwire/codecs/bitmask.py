@@ -105,6 +105,12 @@ class Bitmask:
             total[self.decode_index(wire, numel)] += 1
         return total
 
+    def decode_sum_encode(
+        self, wires: Tensor, numel: int, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the message of the union, which must have k elements too."""
+        return self.encode(self.decode_sum(wires, numel, dtype), out=out)
+
     def nonfinite_count(self, wire: Tensor, numel: int, dtype: torch.dtype) -> int:
         """Return 0: a mask has no values."""
         return 0

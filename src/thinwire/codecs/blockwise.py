@@ -120,6 +120,12 @@ class Blockwise:
         kernel.sum_(rows, total, *self._shape(numel))
         return total
 
+    def decode_sum_encode(
+        self, wires: Tensor, numel: int, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the message [W] of the sum of R buffers [R, W]."""
+        return self.encode(self.decode_sum(wires, numel, dtype), out=out)
+
     def nonfinite_count(self, wire: Tensor, numel: int, dtype: torch.dtype) -> int:
         """Return the number of blocks that decode to NaN."""
         rows = check_wire(wire, self.wire_nbytes(numel, dtype), self)

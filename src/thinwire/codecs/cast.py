@@ -51,7 +51,10 @@ class Cast:
         x = flat_input(x, self, (*FLOAT_DTYPES, torch.float64))
         out = wire_out(out, self.wire_nbytes(x.numel(), x.dtype), x.device)
         wire_dtype = self._wire_dtype(x.dtype)
-        out.copy_(x.to(wire_dtype).view(torch.uint8))
+        if _aligned(out, wire_dtype):
+            out.view(wire_dtype).copy_(x)  # one pass: read, round, write
+        else:
+            out.copy_(x.to(wire_dtype).view(torch.uint8))
         return out
 
     def decode(
@@ -75,12 +78,25 @@ class Cast:
             total += row
         return total
 
+    def decode_sum_encode(
+        self, wires: Tensor, numel: int, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the message [W] of the sum of R buffers [R, W]."""
+        return self.encode(self.decode_sum(wires, numel, dtype).to(dtype), out=out)
+
     def nonfinite_count(self, wire: Tensor, numel: int, dtype: torch.dtype) -> int:
         """Return 0: NaN and infinity are carried, not flagged."""
         return 0
 
 
+def _aligned(wire: Tensor, dtype: torch.dtype) -> bool:
+    size = dtype.itemsize
+    return wire.storage_offset() % size == 0 and wire.data_ptr() % size == 0
+
+
 def _view(wire: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bytes as `dtype`, copied first where they are not aligned for it."""
-    aligned = wire.data_ptr() % dtype.itemsize == 0 and wire.is_contiguous()
-    return (wire if aligned else wire.clone(memory_format=torch.contiguous_format)).view(dtype)
+    if not (_aligned(wire, dtype) and wire.is_contiguous()):
+        wire = wire.clone(memory_format=torch.contiguous_format)
+    length = wire.shape[-1] // dtype.itemsize
+    return wire.view(-1).view(dtype).view(*wire.shape[:-1], length)

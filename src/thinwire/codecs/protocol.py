@@ -71,6 +71,11 @@ class Codec(Protocol):
     def decode_sum(self, wires: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the fp32 sum [N] of R buffers [R, W], added in rank order 0..R-1."""
 
+    def decode_sum_encode(
+        self, wires: Tensor, numel: int, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the message [W] of the sum of R buffers [R, W]: the middle of a two-shot sum."""
+
     def nonfinite_count(self, wire: Tensor, numel: int, dtype: torch.dtype) -> int:
         """Return how many blocks of [W] or [R, W] are marked as holding NaN or infinity."""
 

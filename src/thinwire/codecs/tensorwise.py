@@ -81,6 +81,12 @@ class Tensorwise:
             total += self.decode(row, numel, torch.float32)
         return total
 
+    def decode_sum_encode(
+        self, wires: Tensor, numel: int, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the message [W] of the sum of R buffers [R, W]."""
+        return self.encode(self.decode_sum(wires, numel, dtype), out=out)
+
     def nonfinite_count(self, wire: Tensor, numel: int, dtype: torch.dtype) -> int:
         """Return the number of messages whose scale is NaN."""
         rows = check_wire(wire, self.wire_nbytes(numel, dtype), self)

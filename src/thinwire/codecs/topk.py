@@ -130,6 +130,12 @@ class TopK:
         kernel.add_(rows, total, *self._args(numel))
         return total
 
+    def decode_sum_encode(
+        self, wires: Tensor, numel: int, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the message [W] of the sum of R buffers [R, W]."""
+        return self.encode(self.decode_sum(wires, numel, dtype), out=out)
+
     def nonfinite_count(self, wire: Tensor, numel: int, dtype: torch.dtype) -> int:
         """Return how many chunks (paper: tensors; none: entries) are marked as not finite."""
         rows = check_wire(wire, self.wire_nbytes(numel, dtype), self)

@@ -29,6 +29,8 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     total = torch.zeros(2, dtype=torch.int64, device=first.device)
     for x in tensors:
+        if x.numel() == 0:
+            continue
         for part in x.detach().reshape(-1).view(_INTEGERS[x.itemsize]).split(_CHUNK):
             bits = part.long()
             weights = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)

@@ -91,6 +91,8 @@ class Options:
             if value not in known:
                 listed = ", ".join(str(k) for k in known)
                 raise ConfigError(f"{name} must be one of {listed}; got {value!r}")
+        if not callable(self.density):
+            Density(self.density)  # refuses what lies outside (0, 1]
         if self.clip and not self.max_norm:
             raise ConfigError(f"clip={self.clip!r} needs max_norm, the largest gradient norm")
         if self.max_norm is not None and not self.max_norm > 0:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from thinwire import comm
+from thinwire import _compat, comm
 from thinwire.codecs import Cast
 from thinwire.comm import transport
 from thinwire.scape.reduce import Books, ValueWire, owners_sent
@@ -27,8 +27,16 @@ __all__ = ["Arriving", "Exchange", "OrderedThread", "twin_group"]
 
 
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a new group over the ranks of `group`; ranks outside take no part."""
+    """Return a new group over the ranks of `group`; ranks outside take no part.
+
+    torch names such a group by its ranks and by how many groups a rank has made, and hangs where
+    ranks differ in that: those that have fewer first make groups of their own.
+    """
     ranks = dist.get_process_group_ranks(group)
+    counts = [0] * len(ranks)
+    dist.all_gather_object(counts, _compat.num_groups(), group=group)
+    for _ in range(max(counts) - _compat.num_groups()):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return dist.new_group(ranks, use_local_synchronization=True)
 
 

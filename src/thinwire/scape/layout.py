@@ -133,6 +133,15 @@ class Run:
         """Return the gradients [N] in the state's dtype, zeros where there is none."""
         return torch.cat([_grad(e).reshape(-1).to(state_dtype(e.param)) for e in self.entries])
 
+    def piece_grads(self) -> list[Tensor]:
+        """Return the gradient [N] of each piece in its own dtype, zeros where there is none."""
+        grads = {e.name: _grad(e).reshape(-1) for e in self.entries}
+        first = self.pieces[0].param
+        return [
+            grads[self.entries[p.param - first].name][p.start : p.start + p.numel]
+            for p in self.pieces
+        ]
+
     def weights(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Return a flat view in the state's dtype per piece, to be updated in place."""
         if self.masters is not None:

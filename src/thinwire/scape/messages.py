@@ -3,7 +3,7 @@
     [0:4] "TWMK" | [4:8] step the mask is for | [8:12] body bytes | [12:16] table digest | body
 
 little-endian, zero-padded to a multiple of 16. The body holds, per piece in wire order, the
-positions as `bits` or `index12` (see `packing`). The top bit of the body length marks the delta
+positions as `codecs.bitmask.Bitmask` packs them. The top bit of the body length marks the delta
 form: keep bits over the old positions, then the added positions as index12.
 
 Legend: `K` positions.
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.codecs.bitmask import Bitmask, decode_delta, encode_delta
 from thinwire.errors import WireError
-from thinwire.scape import packing
+from thinwire.kernels.bitmask import bits_nbytes, index12_nbytes
 from thinwire.scape.table import Piece
 
-__all__ = ["MASK_FORMATS", "MaskWire", "body_nbytes", "message_nbytes"]
+__all__ = ["MASK_FORMATS", "MaskWire", "body_nbytes", "codec", "message_nbytes"]
 
 MASK_FORMATS = ("auto", "bits", "index12", "delta")
 MAGIC = b"TWMK"
@@ -30,7 +31,7 @@ _DELTA = 1 << 31
 
 def body_nbytes(pieces: Sequence[Piece], density: float, mask_format: str) -> int:
     """Return the body's length without the delta form: of shapes and density alone."""
-    return sum(_piece_nbytes(p.numel, p.kept(density), mask_format) for p in pieces)
+    return sum(codec(p.kept(density), mask_format).wire_nbytes(p.numel) for p in pieces)
 
 
 def message_nbytes(pieces: Sequence[Piece], density: float, mask_format: str) -> int:
@@ -67,7 +68,8 @@ class MaskWire:
         body, flag = self._plain_body(new), 0
         if self.mask_format == "delta" and all(o is not None for o in old):
             rows = zip(self.pieces, new, old, strict=True)
-            delta = torch.cat([_delta(p, n, o) for p, n, o in rows if o is not None])
+            parts = [encode_delta(o, n, p.numel) for p, n, o in rows if o is not None]
+            delta = torch.cat(parts)
             if delta.numel() < body.numel():
                 body, flag = delta, _DELTA
         head = MAGIC + struct.pack("<II", self.step, body.numel() | flag) + self.digest
@@ -101,26 +103,20 @@ class MaskWire:
         return self._read_plain(body)
 
     def _plain_body(self, new: Sequence[Tensor]) -> Tensor:
-        parts = []
-        for piece, positions in zip(self.pieces, new, strict=True):
-            form = packing.form_of(piece.numel, positions.numel(), self.mask_format)
-            pack = packing.pack_bits if form == "bits" else packing.pack_index12
-            parts.append(pack(positions, piece.numel))
-        return torch.cat(parts)
+        rows = zip(self.pieces, new, strict=True)
+        return torch.cat(
+            [codec(at.numel(), self.mask_format).encode_index(at, p.numel) for p, at in rows]
+        )
 
     def _read_plain(self, body: Tensor) -> list[Tensor]:
         if body.numel() != body_nbytes(self.pieces, self.density, self.mask_format):
             raise WireError(f"a mask message of {body.numel()} bytes is truncated or of another k")
         out, at = [], 0
         for piece in self.pieces:
-            k = piece.kept(self.density)
-            nbytes = _piece_nbytes(piece.numel, k, self.mask_format)
-            part = body[at : at + nbytes]
+            how = codec(piece.kept(self.density), self.mask_format)
+            nbytes = how.wire_nbytes(piece.numel)
+            out.append(how.decode_index(body[at : at + nbytes], piece.numel))
             at += nbytes
-            if packing.form_of(piece.numel, k, self.mask_format) == "bits":
-                out.append(_counted(packing.unpack_bits(part, piece.numel), k))
-            else:
-                out.append(packing.unpack_index12(part, piece.numel, k))
         return out
 
     def _read_delta(self, body: Tensor, old: Sequence[Tensor | None]) -> list[Tensor]:
@@ -128,34 +124,22 @@ class MaskWire:
         for piece, before in zip(self.pieces, old, strict=True):
             if before is None:
                 raise WireError("a delta mask arrived, but this rank holds no earlier mask")
-            k, nbytes = piece.kept(self.density), packing.bits_nbytes(before.numel())
-            kept = before[packing.unpack_bits(body[at : at + nbytes], before.numel())]
+            k, keep_nbytes = piece.kept(self.density), bits_nbytes(before.numel())
+            added = k - _count_bits(body[at : at + keep_nbytes])
+            nbytes = keep_nbytes + index12_nbytes(piece.numel, max(0, added))
+            out.append(decode_delta(body[at : at + nbytes], before, piece.numel, k))
             at += nbytes
-            added, nbytes = k - kept.numel(), packing.index12_nbytes(piece.numel, k - kept.numel())
-            new = packing.unpack_index12(body[at : at + nbytes], piece.numel, added)
-            at += nbytes
-            out.append(torch.cat((kept, new)).sort().values)
         return out
 
 
-def _delta(piece: Piece, new: Tensor, old: Tensor) -> Tensor:
-    kept = torch.isin(old, new, assume_unique=True).nonzero().view(-1)
-    added = new[~torch.isin(new, old, assume_unique=True)]
-    return torch.cat(
-        (packing.pack_bits(kept, old.numel()), packing.pack_index12(added, piece.numel))
-    )
+def codec(k: int, mask_format: str) -> Bitmask:
+    """Return how k positions of a piece are packed; a function of shape and density alone."""
+    return Bitmask(k=k, form="auto" if mask_format == "delta" else mask_format)
 
 
-def _counted(positions: Tensor, k: int) -> Tensor:
-    if positions.numel() != k:
-        raise WireError(f"a mask of {k} positions has {positions.numel()} bits set")
-    return positions
-
-
-def _piece_nbytes(numel: int, k: int, mask_format: str) -> int:
-    if packing.form_of(numel, k, mask_format) == "bits":
-        return packing.bits_nbytes(numel)
-    return packing.index12_nbytes(numel, k)
+def _count_bits(wire: Tensor) -> int:
+    shifts = torch.arange(8, dtype=torch.uint8, device=wire.device)
+    return int(((wire[:, None] >> shifts) & 1).sum())
 
 
 def _padded(nbytes: int) -> int:

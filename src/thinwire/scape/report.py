@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Ledger
-from thinwire.scape import packing
+from thinwire.kernels.bitmask import bits_nbytes
+from thinwire.scape.messages import codec
 from thinwire.scape.table import Piece, Table
 
 __all__ = ["MaskReport"]
@@ -34,8 +35,8 @@ class MaskReport:
     def launched(self, density: float, nbytes: int) -> None:
         """Note the forms of the masks that leave, and the bytes of all owners' messages."""
         pieces = self.table.sparse
-        forms = [packing.form_of(p.numel, p.kept(density), self.mask_format) for p in pieces]
-        bits_bytes = sum(packing.bits_nbytes(p.numel) for p in pieces)
+        forms = [codec(p.kept(density), self.mask_format).form_for(p.numel) for p in pieces]
+        bits_bytes = sum(bits_nbytes(p.numel) for p in pieces)
         self._figures |= {
             "mask_index12_tensors": forms.count("index12"),
             "mask_bits_tensors": forms.count("bits"),

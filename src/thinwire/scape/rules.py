@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from thinwire.kernels.rounding import sqrt
+
 __all__ = ["Adams", "Hyper", "Rule", "TopkAdamw", "step_bound"]
 
 State = dict[str, Tensor]
@@ -111,7 +113,8 @@ class Adams:
 
     def gradient(self, h: Hyper, state: State, p: Tensor) -> Tensor:
         """Return (p - b1*m)/(1-b1)."""
-        return (p - state["exp_avg"] * h.beta1) / (1 - h.beta1)
+        # Dividing by a Python number may multiply by its reciprocal; a tensor divides.
+        return (p - state["exp_avg"] * h.beta1) / p.new_tensor(1 - h.beta1)
 
     def commit(
         self, h: Hyper, state: State, g: Tensor, got: Arrived, own: Sequence[slice]
@@ -125,7 +128,7 @@ class Adams:
             grad = grad * got.clip
             new = old * h.beta1 + grad * (1 - h.beta1)
         v = old.square() * h.beta2 + grad.square() * (1 - h.beta2)
-        move = new * h.lr / (v.sqrt_().add_(h.eps))
+        move = new * h.lr / (sqrt(v).add_(h.eps))
         kept_back = got.x - got.q
         if index is None:
             m.copy_(new)
@@ -145,7 +148,7 @@ class Adams:
         return delta, self._statistics(h, m, r, own)
 
     def _walk(self, h: Hyper, m: Tensor) -> Tensor:
-        return m * h.beta1 * h.lr / ((m.square() * h.beta2).sqrt_().add_(h.eps))
+        return m * h.beta1 * h.lr / sqrt(m.square() * h.beta2).add_(h.eps)
 
     def _statistics(self, h: Hyper, m: Tensor, r: Tensor, own: Sequence[slice]) -> list[Tensor]:
         if self.frozen:

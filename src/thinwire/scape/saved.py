@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from thinwire.codecs.bitmask import Bitmask
 from thinwire.errors import CheckpointError
-from thinwire.scape import packing
 from thinwire.scape.layout import local
 from thinwire.scape.table import Piece
 
@@ -55,7 +55,7 @@ def local_state(opt: "SparseOptimizer") -> Part:
         "run_key": worker.masking.run_key,
         "mode": opt.options.mode,
         "residual": residual,
-        "mask": {p.name: packing.pack_bits(m, p.numel) for p, m in masks.items()},
+        "mask": {p.name: _bits(m.numel()).encode_index(m, p.numel) for p, m in masks.items()},
         "master": masters,
     }  # fmt: skip
 
@@ -183,12 +183,14 @@ def _load_masks(opt: "SparseOptimizer", packed: Mapping[str, Tensor]) -> None:
             if piece.dense:
                 continue
             bits = packed.get(piece.name)
-            if bits is None or bits.numel() != packing.bits_nbytes(piece.numel):
+            if bits is None or bits.numel() != _bits(0).wire_nbytes(piece.numel):
                 raise CheckpointError(
                     f"the mask of {piece.name!r} is missing or of another size: the state was "
                     "saved with another partition or another sharding of the parameters"
                 )
-            masks[piece] = packing.unpack_bits(bits.to(device), piece.numel)
+            # Another density than the schedule's is possible after resharding: count the bits.
+            flags = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+            masks[piece] = flags.view(-1)[: piece.numel].nonzero().view(-1).to(device)
     opt.worker.take_masks(masks)
 
 
@@ -197,6 +199,10 @@ def _load_masters(opt: "SparseOptimizer", masters: Mapping[str, Tensor]) -> None
         for piece, target in (run.masters or {}).items():
             saved = masters.get(piece.name)
             _copy(target, saved, f"master weights of {piece.name!r}")
+
+
+def _bits(k: int) -> Bitmask:
+    return Bitmask(k=k, form="bits")
 
 
 def _copy(target: Tensor, value: Tensor | None, what: str) -> None:

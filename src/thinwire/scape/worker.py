@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.kernels.adams import largest
+from thinwire.scape import fused
 from thinwire.scape.layout import Entry, Run, make_runs, state_dtype
 from thinwire.scape.messages import MaskWire, message_nbytes
-from thinwire.scape.rules import Arrived, Hyper, Rule
+from thinwire.scape.rules import Adams, Arrived, Hyper, Rule
 from thinwire.scape.select import random_positions, top_positions
 from thinwire.scape.store import Resident, Store
 from thinwire.scape.table import DENSE_FROM, Piece, Table
@@ -179,7 +181,7 @@ class Worker:
         for run in self.runs:
             if run.index is None:
                 return None
-            masks |= split_index(run)
+            masks |= {p: at for p, _, _, at in fused.pieces_of(run) if not p.dense}
         return masks
 
     def _old(self, pieces: Sequence[Piece]) -> list[Tensor | None]:
@@ -204,8 +206,12 @@ class Worker:
         for i, piece in enumerate(own):
             by_size.setdefault(piece.numel, []).append(i)
         for members in by_size.values():
+            k = own[members[0]].kept(density)
+            if statistics[members[0]].dtype == torch.float32 and not statistics[0].is_cuda:
+                self.picked |= {own[i]: largest(statistics[i], k) for i in members}
+                continue
             rows = torch.stack([statistics[i] for i in members])
-            positions = top_positions(rows, own[members[0]].kept(density))
+            positions = top_positions(rows, k)
             self.picked |= {own[i]: p for i, p in zip(members, positions, strict=True)}
 
     # Steps 2 and 3: what leaves
@@ -220,8 +226,11 @@ class Worker:
 
     def outgoing(self, run: Run, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return x [E] of a run, and whether its gradient is bad: 1.0 or 0.0 [1], in x's dtype."""
+        if fused.fits(self.rule, run) and not self.store.names:
+            bad = _any_bad(run.piece_grads())
+            return fused.outgoing(run, run.state, self.hyper(run), scale), bad
         g = run.flat_grad()
-        bad = (~torch.isfinite(g).all()).to(g.dtype).view(1)
+        bad = _any_bad([g]).to(g.dtype)
         if run.index is not None:
             g = g[run.index]
         state = self.store.read(run, run.index)
@@ -271,12 +280,27 @@ class Worker:
         for i, (run, state) in enumerate(self.store.sweep(self.runs)):
             own = self.own[i] if picks else []
             got = Arrived(run.index, sent[i], quantized[i], means[i], clip)
-            g = _scaled(run.flat_grad(), scale) if run.index is not None else means[i]
-            delta, statistics = self.rule.commit(self.hyper(run), state, g, got, run.slices(own))
+            statistics = self._commit_run(run, state, got, scale, own, self.stepped[i])
             self._pick(own, statistics, next_density)
-            _step_weights(run, delta, self.stepped[i])
             run.publish(self.stepped[i])
         self.step += 1
+
+    def _commit_run(
+        self,
+        run: Run,
+        state: dict[str, Tensor],
+        got: Arrived,
+        scale: Tensor | None,
+        own: Sequence[Piece],
+        stepped: Sequence[Piece],
+    ) -> list[Tensor]:
+        rule, h = self.rule, self.hyper(run)
+        if isinstance(rule, Adams) and fused.fits(rule, run):
+            return fused.commit(run, state, h, rule, got, scale, own, stepped)
+        g = _scaled(run.flat_grad(), scale) if run.index is not None else got.p
+        delta, statistics = rule.commit(h, state, g, got, run.slices(own))
+        _step_weights(run, delta, stepped)
+        return statistics
 
 
 def _step_weights(run: Run, delta: Tensor, pieces: Sequence[Piece]) -> None:
@@ -302,17 +326,10 @@ def flat_index(run: Run, masks: dict[Piece, Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def split_index(run: Run) -> dict[Piece, Tensor]:
-    """Invert `flat_index` for the sparsified pieces."""
-    assert run.index is not None
-    starts = run.starts()
-    edges = torch.tensor([[starts[p], starts[p] + p.numel] for p in run.pieces])
-    cuts = torch.searchsorted(run.index, edges.to(run.index.device)).tolist()
-    return {
-        p: run.index[a:b] - starts[p]
-        for p, (a, b) in zip(run.pieces, cuts, strict=True)
-        if not p.dense
-    }
+def _any_bad(grads: Sequence[Tensor]) -> Tensor:
+    """Return 1.0 if any element is NaN or infinite, else 0.0, as float32 [1]."""
+    finite = torch.stack([torch.isfinite(g).all() for g in grads])
+    return (~finite.all()).to(torch.float32).view(1)
 
 
 def _scaled(g: Tensor, scale: Tensor | None) -> Tensor:

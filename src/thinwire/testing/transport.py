@@ -14,7 +14,7 @@ from thinwire.comm import transport
 __all__ = ["SentBytes", "record_transport"]
 
 
-NAMES = ("all_gather", "all_to_all", "start_all_to_all", "send")
+NAMES = ("all_gather", "all_to_all", "start_all_to_all", "broadcast", "send")
 
 
 @dataclass
@@ -68,7 +68,9 @@ def record_transport() -> Iterator[dict[int, SentBytes]]:
         add(message.numel() * message.itemsize)
         real["send"](message, peer, group)
 
-    doubles = dict(zip(NAMES, (all_gather, all_to_all, start_all_to_all, send), strict=True))
+    doubles = dict(
+        zip(NAMES, (all_gather, all_to_all, start_all_to_all, broadcast, send), strict=True)
+    )
     for name, double in doubles.items():
         setattr(transport, name, double)
     try:

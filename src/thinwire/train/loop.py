@@ -10,6 +10,7 @@ One step:
 
 import math
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,6 +178,8 @@ class Trainer:
                     file.write(record)
                 bar.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
                 bar.update()
+                if is_writer and not progress:
+                    _tell(record, until)
                 self.wall_s = time.perf_counter() - started
                 self._save_if_due(until)
         finally:
@@ -343,6 +346,14 @@ class Trainer:
             "params": sum(p.numel() for p in whole.parameters()),
             "stored_params": sum(local(p.detach()).numel() for p in stored),
         }
+
+
+def _tell(record: dict[str, Any], until: int) -> None:
+    """Write a line at the first step and ten times over the run: logs have no progress bar."""
+    step = record["step"]
+    if step == 1 or step % max(1, until // 10) == 0:
+        sys.stdout.write(f"step {step}/{until}: loss {record['loss']:.4f}\n")
+        sys.stdout.flush()
 
 
 def _of_every_rank(value: Any) -> list[Any]:

@@ -65,6 +65,8 @@ def refuse_to_mix(out: Path) -> None:
     Raises:
         ConfigError: `out` holds checkpoints.
     """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out folder {out} is a file: choose another --out")
     if find_checkpoint(out) is not None:
         raise ConfigError(
             f"out folder {out} holds checkpoints of an earlier run: continue it with --resume, or "

@@ -74,6 +74,8 @@ def _block_meta(lo: Any, hi: Any, top: Any, half: Any, bf16: Any) -> Any:
         levels = _F32(top - half)
     else:
         z = _to_meta(x_lo, bf16)
+        if z == _U16(0x8000):  # minus zero is stored as zero
+            z = _U16(0)
     minimum = _from_meta(z, bf16)
     s = _to_meta((x_hi - minimum) / levels, bf16)
     if levels * _from_meta(s, bf16) + minimum < x_hi:
@@ -81,7 +83,8 @@ def _block_meta(lo: Any, hi: Any, top: Any, half: Any, bf16: Any) -> Any:
     scale = _from_meta(s, bf16)
     if scale <= _F32(0.0):
         s = _U16(1)
-    ok = np.isfinite(minimum) and np.isfinite(scale)
+    largest = _from_meta(_to_meta(x_hi, bf16), bf16)
+    ok = np.isfinite(minimum) and np.isfinite(scale) and np.isfinite(largest)
     return s, z, ok
 
 

@@ -8,7 +8,7 @@ One block holds codes of `bits` bits, a scale s and a minimum z (fp16 or bf16 ea
     would not reach max x;  s = 2^-24 (smallest subnormal of meta) where that is 0
     q  = clip(rint((x - z) / s), 0, 2^bits - 1)          x^ = z + s*q, fp32, then one cast
 
-A block with NaN, infinity, or a minimum or scale that overflows meta decodes to NaN throughout
+A block with NaN, infinity, or a minimum or maximum that overflows meta decodes to NaN throughout
 (z = NaN, s = 0, codes 0), and so does any block whose top value is not finite. The tail block is
 padded with the last valid value.
 
@@ -79,7 +79,8 @@ def block_meta(
     s = torch.where(top * s.float() + z.float() < hi, next_up(s), s)
     tiny = torch.ones((), dtype=torch.int16, device=s.device).view(meta)
     s = torch.where(s <= 0, tiny, s)
-    bad = ~(torch.isfinite(x_BG).all(1) & torch.isfinite(z) & torch.isfinite(s))
+    finite = torch.isfinite(x_BG).all(1) & torch.isfinite(hi.to(meta))
+    bad = ~(finite & torch.isfinite(z) & torch.isfinite(s))
     flag_s, flag_z = (float("nan"), 0.0) if symmetric else (0.0, float("nan"))
     return s.masked_fill(bad, flag_s), z.masked_fill(bad, flag_z), bad
 
