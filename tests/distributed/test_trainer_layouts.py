@@ -25,6 +25,8 @@ def mesh(pp=1, dp_replicate=1, dp_shard=1, tp=1):
     return {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
 
 
+QUANTIZED = ("static", "virtual", "quantized")
+TACO = {"codec": "hadamard", "group": 32}
 SEQUENCE = {"sequence_parallel": True}
 STATIC = {"weights": {"codec": "static", "bits": 8, "block_size": 32, "min_shard_numel": 64}}
 
@@ -34,6 +36,10 @@ CASES = {
         "whole": {"mesh": mesh()},
         "accumulated": {"mesh": mesh(), "data": {"micro_batches": 3}},
         "odd": {"mesh": mesh(), "data": {"seq_len_tokens": 31}},
+        "virtual taco": {
+            "mesh": mesh(),
+            "systems": {"tensor": {**TACO, "virtual_ranks": 2}},
+        },
         "recomputed": {"mesh": mesh(), "compute": {"activation_checkpointing": True}},
         "experts": {"mesh": mesh(), "model": MOE},
         "tied": {"mesh": mesh(), "model": {"tie_embeddings": True}},
@@ -48,6 +54,7 @@ CASES = {
             "mesh": mesh(dp_shard=2),
             "compute": {"activation_checkpointing": True, "reshard_after_forward": 0},
         },
+        "quantized tp": {"mesh": mesh(tp=2), "systems": {"tensor": TACO}},
         "tp sequence": {"mesh": mesh(tp=2), "compute": SEQUENCE},
         "tp sequence odd": {
             "mesh": mesh(tp=2),
@@ -129,7 +136,7 @@ def merged(changes):
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [(r, name) for r, cases in CASES.items() for name in cases if not name.startswith("static")],
+    [(r, name) for r, cases in CASES.items() for name in cases if not name.startswith(QUANTIZED)],
 )
 def test_losses_and_norms_equal_the_single_process(results, ranks, name):
     got = results(ranks)[name]
@@ -144,6 +151,15 @@ def test_quantized_weights_depend_on_the_ends_of_shards_alone(results, name):
     assert "error" not in got, got
     # After an update, float noise moves a few weights over the border between two codes.
     check_steps(got, want, later=1e-3)
+
+
+def test_virtual_tensor_ranks_equal_real_ones(results):
+    # Sums in another order move a few values over the border between two codes.
+    got, want = results(1)["virtual taco"], results(2)["quantized tp"]
+    check_steps(got, want, later=1e-3)
+    assert results(2)["quantized tp"]["ledger"]["tensor"]["compressed_ratio"] > 3
+    whole = results(1)["whole"]
+    assert got["steps"] != whole["steps"]
 
 
 def check_steps(got, want, later):

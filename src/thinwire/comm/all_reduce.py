@@ -11,7 +11,7 @@ from thinwire.comm.hierarchical import Hierarchy, three_shot
 from thinwire.comm.shots import Shot, check_slices, one_shot, two_shot
 from thinwire.errors import ConfigError
 
-__all__ = ["ALGORITHMS", "all_reduce", "chunk_numel", "pick_algorithm"]
+__all__ = ["ALGORITHMS", "all_reduce", "chunk_numel", "message_nbytes", "pick_algorithm"]
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 
@@ -87,7 +87,7 @@ def pick_algorithm(numel: int, dtype: torch.dtype, num_ranks: int, codec: Codec)
     return "one_shot" if one <= two else "two_shot"
 
 
-def _message_nbytes(
+def message_nbytes(
     numel: int, dtype: torch.dtype, num_ranks: int, codec: Codec, algorithm: str
 ) -> int:
     """Return the encoded bytes of x, padding included, as the form cuts it."""
@@ -117,7 +117,7 @@ def _all_reduce(
     if how is not None:
         if algorithm == "auto":
             algorithm = pick_algorithm(x.numel(), x.dtype, pg.size(), how)
-        message_bytes = _message_nbytes(x.numel(), x.dtype, pg.size(), how, algorithm)
+        message_bytes = message_nbytes(x.numel(), x.dtype, pg.size(), how, algorithm)
         exempt = call.gate(how, x.numel(), x.dtype, message_bytes, min_bytes)
     if how is None or exempt or pg.size() == 1 or x.numel() == 0:
         out = x.detach().clone(memory_format=torch.contiguous_format)

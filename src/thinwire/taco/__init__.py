@@ -3,6 +3,7 @@
 from thinwire.taco.gradients import sum_partial_gradients
 from thinwire.taco.link import Link
 from thinwire.taco.plan import Report, parallelize
+from thinwire.taco.simulate import simulate
 from thinwire.taco.styles import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -22,5 +23,6 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "parallelize",
+    "simulate",
     "sum_partial_gradients",
 ]

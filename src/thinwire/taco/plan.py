@@ -22,7 +22,7 @@ from thinwire.taco import styles
 from thinwire.taco.link import DEFAULT_CODEC, LINK, Link
 from thinwire.taco.sharing import SharedInput
 
-__all__ = ["EXACT", "Report", "parallelize"]
+__all__ = ["EXACT", "Report", "parallelize", "resolve"]
 
 EXACT = ("head", "lm_head", "output")
 HEAD = "output head: left exact"
@@ -104,7 +104,7 @@ def parallelize(
     if mesh.ndim != 1:
         raise ConfigError(f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: pass one, mesh['tp']")
     report = Report()
-    converted = _convert_all(_resolve(model, plan), link, exact, leave, report)
+    converted = _convert_all(resolve(model, plan), link, exact, leave, report)
     if link.codec is not None and not report.converted:
         raise ConfigError(f"nothing in the plan can be compressed:\n{report}")
     if link.codec is not None:
@@ -116,7 +116,7 @@ def parallelize(
     return report
 
 
-def _resolve(
+def resolve(
     model: nn.Module, plan: Mapping[str, ParallelStyle] | ParallelStyle
 ) -> list[tuple[str, ParallelStyle]]:
     """Return (module name, style) in the plan's order; "*" matches one part of a name."""

@@ -236,10 +236,15 @@ class Tensor:
     """Parts of a message, one coded while another is sent."""
     nonfinite: Literal["raise", "zero", "propagate"] = "raise"
     """What NaN and infinity in a message do."""
+    virtual_ranks: int = 0
+    """On a single rank: compute with the messages that this many tp ranks would exchange (for
+    quality studies; nothing travels); 0 does not."""
 
     def __post_init__(self) -> None:
-        if self.min_bytes < 0 or self.node_size < 0:
-            raise ConfigError("systems.tensor: min_bytes and node_size must not be negative")
+        if min(self.min_bytes, self.node_size, self.virtual_ranks) < 0:
+            raise ConfigError(
+                "systems.tensor: min_bytes, node_size and virtual_ranks must not be negative"
+            )
         formats = {self.fmt, self.backward_fmt} - {"same", "e4m3", "e5m2"}
         if self.codec == "tensorwise" and formats:
             raise ConfigError(

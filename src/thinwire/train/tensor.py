@@ -1,6 +1,6 @@
 """The tensor-parallel split of the model, and how its messages travel (link "tensor")."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,23 +76,42 @@ def split_blocks(config: Config, mesh: DeviceMesh, model: Transformer, ledger: L
     cfg, num_ranks = config.systems.tensor, mesh["tp"].size()
     if num_ranks == 1:
         _check_unsplit(cfg, mesh.size(), ledger)
+        if cfg.virtual_ranks:
+            _simulate(config, model)
         return
+    if cfg.virtual_ranks:
+        raise ConfigError("systems.tensor.virtual_ranks simulates tp ranks on one: use --nproc 1")
+    plan = tp_plan(list(model.layers), sequence_parallel=config.compute.sequence_parallel)
+    group = mesh.get_group("tp")
+    tiers = comm.hierarchy(group, cfg.node_size) if cfg.node_size else None
+    link = replace(_link(config, num_ranks), ledger=ledger, tiers=tiers)
+    taco.parallelize(model, mesh["tp"], plan, link=link)
+
+
+def _simulate(config: Config, model: Transformer) -> None:
+    num_ranks = config.systems.tensor.virtual_ranks
+    if config.model.num_kv_heads % num_ranks:
+        raise ConfigError(
+            f"systems.tensor.virtual_ranks {num_ranks} must divide model.num_kv_heads "
+            f"{config.model.num_kv_heads}"
+        )
+    plan = tp_plan(list(model.layers), sequence_parallel=config.compute.sequence_parallel)
+    taco.simulate(model, plan, _link(config, num_ranks), num_ranks=num_ranks)
+
+
+def _link(config: Config, num_ranks: int) -> taco.Link:
+    cfg = config.systems.tensor
     forward = _codec(cfg, cfg.fmt)
     backward = None if cfg.backward_fmt == "same" else _codec(cfg, cfg.backward_fmt)
-    group = mesh.get_group("tp")
-    link = taco.Link(
+    return taco.Link(
         codec=forward,
         backward_codec=backward if forward is not None else None,
-        ledger=ledger,
         algorithm=cfg.algorithm,
         nonfinite=cfg.nonfinite,
         min_bytes=cfg.min_bytes,
         slices=cfg.slices,
-        tiers=comm.hierarchy(group, cfg.node_size) if cfg.node_size else None,
         uneven=config.data.seq_len_tokens % num_ranks > 0,
     )
-    plan = tp_plan(list(model.layers), sequence_parallel=config.compute.sequence_parallel)
-    taco.parallelize(model, mesh["tp"], plan, link=link)
 
 
 @dataclass(frozen=True)
