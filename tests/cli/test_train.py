@@ -136,7 +136,9 @@ def test_a_run_writes_its_files_and_prints_the_byte_table(tmp_path):
 
 
 def table_of(done):
-    return [line for line in done.stdout.splitlines() if re.match(r"[a-z]+ +\d", line)]
+    """Return the rows of the byte table: link, calls, dense bytes, ... (not the progress lines)."""
+    row = re.compile(r"[a-z]+ +\d+ +[\d.]+ [KMG]?i?B ")
+    return [line for line in done.stdout.splitlines() if row.match(line)]
 
 
 @pytest.mark.processes
