@@ -64,9 +64,8 @@ class GradientReduce(_compat.ReduceScatter):
         codec = self.handle.gradients
         if codec is None or all(s.reason for s in self.segments):
             self._book(output_tensor, output_tensor.numel() * output_tensor.itemsize, None, group)
-            return _compat.reduce_scatter_single(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
+            transport.dense_reduce_scatter(output_tensor, input_tensor, group, op)
+            return None
         if op != dist.ReduceOp.SUM:
             raise ConfigError(f"compressed gradients are summed, FSDP2 asked for {op}")
         spans = self._spans(codec, output_tensor)

@@ -33,7 +33,8 @@ def reduce_scatter(
 
     Args:
         x: floating tensor [R*n, ...], the same shape on every rank.
-        codec: how each chunk travels; None uses torch's own collective (its own sum order).
+        codec: how each chunk travels; None sends it as it is (see
+            `transport.dense_reduce_scatter`; torch decides the order of the sum but on gloo).
         group: process group, None for the world.
         link: ledger link to book on.
         ledger: books the call, if given.
@@ -95,7 +96,7 @@ def _reduce_scatter(
     if how is None or exempt or pg.size() == 1 or numel == 0:
         out = x.new_empty(shape)
         if numel:
-            _compat.reduce_scatter_single(out.view(-1), x.detach().contiguous().view(-1), group=pg)
+            transport.dense_reduce_scatter(out.view(-1), x.detach().contiguous().view(-1), pg)
         call.book(books, link, dense_bytes=dense_bytes, wire_bytes=dense_bytes, exempt=exempt)
         return out
     shot = Shot(codec=how, group=pg, link=link, books=books, nonfinite=nonfinite, slices=slices)

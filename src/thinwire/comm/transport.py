@@ -14,7 +14,15 @@ from torch import Tensor
 from thinwire import _compat
 from thinwire.comm.ledger import Ledger
 
-__all__ = ["all_gather", "all_to_all", "recv", "send", "start_all_to_all", "wait"]
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "dense_reduce_scatter",
+    "recv",
+    "send",
+    "start_all_to_all",
+    "wait",
+]
 
 
 def all_gather(
@@ -38,6 +46,32 @@ def start_all_to_all(messages: Tensor, group: dist.ProcessGroup) -> tuple[Tensor
     received = torch.empty_like(messages)
     work = dist.all_to_all_single(received.view(-1), messages.view(-1), group=group, async_op=True)
     return received, work
+
+
+def dense_reduce_scatter(
+    output: Tensor,
+    x: Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> None:
+    """Reduce x [R*N] over the group, uncompressed; leave this rank's part in output [N].
+
+    gloo's own reduce-scatter is an all-reduce inside, which sends twice the bytes. There the rows
+    are exchanged by all-to-all and added in rank order, in fp32 or better.
+    """
+    direct = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+    if dist.get_backend(group) != "gloo" or x.device.type != "cpu" or not direct:
+        _compat.reduce_scatter_single(output, x, op=op, group=group)
+        return
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    rows = received.view(group.size(), -1)
+    total = rows[0].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    for row in rows[1:]:
+        total += row
+    if op == dist.ReduceOp.AVG:
+        total /= group.size()
+    output.copy_(total)
 
 
 def wait(work: dist.Work | None, books: Ledger | None, link: str) -> None:

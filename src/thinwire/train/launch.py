@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ThinwireError
 
-__all__ = ["RankFailure", "launch"]
+__all__ = ["Place", "RankFailure", "launch"]
 
 POLL_S = 0.05
 # After a failure, others may be about to report the cause (a lost peer is only its consequence).
@@ -37,7 +38,25 @@ class RankFailure(ThinwireError):
         self.status = status
 
 
-def launch(nproc: int, target: str, payload: Mapping[str, Any]) -> list[Any]:
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's process runs.
+
+    Attributes:
+        prefix: words put before its command.
+        environment: variables set for it.
+    """
+
+    prefix: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def launch(
+    nproc: int,
+    target: str,
+    payload: Mapping[str, Any],
+    places: Sequence[Place] | None = None,
+) -> list[Any]:
     """Run `target(payload)` on `nproc` local ranks, each inside a process group.
 
     Args:
@@ -45,6 +64,7 @@ def launch(nproc: int, target: str, payload: Mapping[str, Any]) -> list[Any]:
         target: "module:function"; it gets the payload and returns a JSON value.
         payload: JSON values; `payload["device"]` is "cpu" (default), "cuda" or "auto", and
             `payload["threads"]` the CPU threads per rank (0, the default, shares the cores).
+        places: where each rank runs; None: on this machine as it is.
 
     Returns:
         What each rank returned.
@@ -56,7 +76,8 @@ def launch(nproc: int, target: str, payload: Mapping[str, Any]) -> list[Any]:
         folder = Path(name)
         job = {"target": target, "payload": dict(payload), "nproc": nproc}
         (folder / "job.json").write_text(json.dumps(job))
-        ranks = [_start(folder, rank) for rank in range(nproc)]
+        where = places or [Place()] * nproc
+        ranks = [_start(folder, rank, place) for rank, place in enumerate(where)]
         try:
             failed = _wait(ranks)
         finally:
@@ -66,12 +87,12 @@ def launch(nproc: int, target: str, payload: Mapping[str, Any]) -> list[Any]:
         return [json.loads((folder / f"result-{r}.json").read_text()) for r in range(nproc)]
 
 
-def _start(folder: Path, rank: int) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
+def _start(folder: Path, rank: int, place: Place) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ) | dict(place.environment)
     if sys.platform == "linux":
         # Local ranks need no host name lookup, which fails or is slow on many machines.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    command = [sys.executable, "-m", "thinwire.train.worker", str(folder), str(rank)]
+    command = [*place.prefix, sys.executable, "-m", "thinwire.train.worker", str(folder), str(rank)]
     if rank == 0:
         return subprocess.Popen(command, env=environment)
     with open(folder / f"stderr-{rank}.txt", "wb") as stderr:
