@@ -14,6 +14,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Half a unit in the last place of each wire type, relative to the largest element.
 _MAX_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11 + 2.0**-24}
 
+# Elements added at a time: a piece and its widened copy stay in the cache.
+_PIECE = 2**16
+
 
 @dataclass(frozen=True)
 class Cast:
@@ -73,9 +76,13 @@ class Cast:
         check_wire(wires, self.wire_nbytes(numel, dtype), self)
         values = _view(wires, self._wire_dtype(dtype))
         acc = torch.float64 if dtype == torch.float64 else torch.float32
-        total = values[0].to(acc, copy=True)
-        for row in values[1:]:
-            total += row
+        total = torch.empty(numel, dtype=acc, device=wires.device)
+        # In pieces: torch widens what it adds in a buffer of its own.
+        for begin in range(0, numel, _PIECE):
+            part = total[begin : begin + _PIECE]
+            part.copy_(values[0, begin : begin + _PIECE])
+            for row in values[1:]:
+                part += row[begin : begin + _PIECE]
         return total
 
     def decode_sum_encode(

@@ -1,5 +1,6 @@
 """Send k coefficients in a shared subspace in place of d channels."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,6 +12,8 @@ from thinwire.errors import ConfigError
 
 __all__ = ["Subspace", "expand", "make_basis", "project"]
 
+# Elements worked on at a time on a CPU.
+_PANEL = 2**17
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -92,39 +95,59 @@ class Subspace:
             raise ConfigError(f"{self!r} codes rows of {self.dim} channels, got {numel} elements")
         return numel // self.dim
 
+    @property
+    def _row_nbytes(self) -> int:
+        return self.rank * _WIRE[self.wire].itemsize
+
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Return the exact buffer length in bytes; the same for every dtype."""
-        return self._rows(numel) * self.rank * _WIRE[self.wire].itemsize
+        return self._rows(numel) * self._row_nbytes
+
+    def _panels(self, rows: int, device: torch.device) -> Iterator[slice]:
+        """Yield slices of rows worked on at a time: their fp32 copies stay small on a CPU."""
+        step = max(1, _PANEL // self.dim) if device.type == "cpu" else max(1, rows)
+        for begin in range(0, rows, step):
+            yield slice(begin, min(begin + step, rows))
 
     def encode(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return x as uint8 [W]."""
         x = flat_input(x, self)
         out = wire_out(out, self.wire_nbytes(x.numel(), x.dtype), x.device)
-        z = project(x.view(-1, self.dim).float(), self.matrix(x.device))
-        out.copy_(z.to(_WIRE[self.wire]).contiguous().view(-1).view(torch.uint8))
+        x_ND, basis = x.view(-1, self.dim), self.matrix(x.device)
+        bytes_NW = out.view(x_ND.shape[0], self._row_nbytes)
+        for rows in self._panels(x_ND.shape[0], x.device):
+            z = project(x_ND[rows].float(), basis).to(_WIRE[self.wire]).contiguous()
+            bytes_NW[rows] = z.view(torch.uint8)
         return out
 
     def decode(
         self, wire: Tensor, numel: int, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Tensor:
         """Return [N] from [W], or [R, N] from [R, W]."""
-        x = self._expand(wire, numel, dtype)
+        messages = check_wire(wire, self.wire_nbytes(numel, dtype), self)
         if out is None:
-            return x.to(dtype).view(*wire.shape[:-1], numel)
-        out.copy_(x.view(*wire.shape[:-1], numel))
+            out = torch.empty(*wire.shape[:-1], numel, dtype=dtype, device=wire.device)
+        for message, target in zip(messages, out if out.dim() == 2 else out[None], strict=True):
+            for rows, x in self._expand(message, numel):
+                target[rows.start * self.dim : rows.stop * self.dim] = x.view(-1)
         return out
 
-    def _expand(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        rows = check_wire(wire, self.wire_nbytes(numel, dtype), self)
-        aligned = rows.clone(memory_format=torch.contiguous_format).view(-1)
-        z = aligned.view(_WIRE[self.wire]).view(rows.shape[0], -1, self.rank).float()
-        return expand(z, self.matrix(wire.device), self.dim).flatten(1)
+    def _expand(self, message: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield fp32 rows [.., dim] of a message, a panel at a time."""
+        basis, count = self.matrix(message.device), self._rows(numel)
+        bytes_NW = message.view(count, self._row_nbytes)
+        for rows in self._panels(count, message.device):
+            # A copy, so that the wider view is aligned wherever the message starts.
+            z = bytes_NW[rows].clone(memory_format=torch.contiguous_format)
+            yield rows, expand(z.view(_WIRE[self.wire]).float(), basis, self.dim)
 
     def decode_sum(self, wires: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the fp32 sum [N] of R buffers [R, W] in rank order."""
+        messages = check_wire(wires, self.wire_nbytes(numel, dtype), self)
         total = torch.zeros(numel, dtype=torch.float32, device=wires.device)
-        for row in self._expand(wires, numel, dtype):
-            total += row
+        for message in messages:
+            for rows, x in self._expand(message, numel):
+                total[rows.start * self.dim : rows.stop * self.dim] += x.view(-1)
         return total
 
     def decode_sum_encode(
