@@ -25,7 +25,7 @@ from thinwire.lab.bench_peers import PEER_PACKAGES, peer_calls
 from thinwire.train.metrics import versions
 from thinwire.train.parse import near
 
-__all__ = ["SIZES", "main", "measure"]
+__all__ = ["SIZES", "cpu_name", "main", "measure"]
 
 # One that stays in the cache, and one that does not (with an odd end).
 SIZES = {"small": 2**16, "large": 2**24 + 3}
@@ -214,7 +214,7 @@ def _versions_of(*packages: str) -> dict[str, str]:
     return found
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
     """Return the processor's name as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -245,7 +245,7 @@ def main(args: Sequence[str]) -> int:
         report = {
             "command": "thinwire bench " + " ".join(args),
             "versions": versions() | _versions_of("numba", *PEER_PACKAGES),
-            "machine": {"cpu": _cpu(), "cores": os.cpu_count()},
+            "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
             "threads": given.threads,
             "rounds": given.rounds,
             "rows": rows,

@@ -1,0 +1,162 @@
+"""Keep measured JSON files with where they come from, and render docs/results from them.
+
+    python benchmarks/results.py keep aquavit-constant runs/compare.json \
+        --title "Aquavit at a constant rate" --command "thinwire compare ..." --notes "..."
+    python benchmarks/results.py pages          # rewrite docs/results/*.md
+    python benchmarks/results.py pages --check  # status 1 where a page is not what JSON says
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from thinwire.lab.bench import cpu_name
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ROOT / "docs" / "results"
+
+
+def keep(given: argparse.Namespace) -> int:
+    head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = given.commit or subprocess.check_output(head, text=True).strip()
+    result = json.loads(Path(given.file).read_text())
+    for arm in result.get("arms", []):
+        arm.pop("curve", None)  # long, and drawn by `thinwire compare` itself
+    kept = {
+        "title": given.title,
+        "command": given.command or result.get("command", ""),
+        "commit": commit,
+        "machine": f"{cpu_name()}, {os.cpu_count()} shared cores, no GPU",
+        "notes": given.notes,
+        "result": result,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{given.name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    return 0
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def compare_table(result: dict[str, Any]) -> str:
+    rows = []
+    for arm in result["arms"]:
+        loss, gap = arm["loss"], arm.get("difference")
+        interval = "reference"
+        verdict = ""
+        if gap:
+            relative = gap["relative"]
+            interval = (
+                f"{100 * relative['mean']:+.2f} % "
+                f"({100 * relative['low']:+.2f} to {100 * relative['high']:+.2f})"
+            )
+            verdict = gap["verdict"]
+        runs = str(len(arm["seeds"]))
+        value = f"{loss['mean']:.4f} ± {loss['std_err']:.4f}"
+        rows.append([f"`{arm['name']}`", runs, value, interval, verdict])
+    head = ["arm", "seeds", "validation loss ± s.e., nats", "difference (95 % interval)", "verdict"]
+    margin = f"\n\nVerdicts are against a margin of {100 * result['margin']:g} %."
+    return table(head, rows) + (margin if result.get("margin") else "")
+
+
+def bench_table(result: dict[str, Any]) -> str:
+    rows = []
+    for row in result["rows"]:
+        if row["size"] != "large":
+            continue
+        peers = ", ".join(f"{name} {speed:.1f}×" for name, speed in row["peers"].items())
+        eager = f"{row['reference_speedup']:.1f}×" if row["reference_speedup"] else ""
+        verdict = {None: "", True: "met", False: "missed"}[row["meets"]]
+        rows.append(
+            [f"`{row['codec']}`", row["direction"], row["dtype"], f"{row['gbps']:.1f}",
+             f"{row['copy_ratio']:.2f}", f"{row['input_copy_ratio']:.2f}", eager,
+             f"{row['limit']:g} {verdict}" if verdict else "", peers]
+        )  # fmt: skip
+    return table(
+        ["codec", "direction", "dtype", "GB/s", "× copy of its bytes", "× copy of the input",
+         "faster than plain torch", "limit", "faster than peers"],
+        rows,
+    )  # fmt: skip
+
+
+def lab_table(result: dict[str, Any]) -> str:
+    rows = [
+        [f"`{a['recipe']}`", f"{a['step_s_median']:.3f} ({a['step_s_iqr']:.3f})",
+         f"{a['speedup']:.2f}×", f"{a['ideal_speedup']:.2f}×", f"{100 * a['of_ideal']:.0f} %",
+         f"{a['ledger_bytes'] / 1e6:.2f}", f"{a['interface_ratio']:.3f}",
+         f"{a['unshaped_cost']:.2f}×"]
+        for a in result["arms"]
+    ]  # fmt: skip
+    rates = ", ".join(f"{r / 1e6:g} Mbit/s" for r in result["rate_bits_per_s"])
+    head = ["arm", "step, s (iqr)", "speed-up", "ideal", "of ideal", "MB per rank and step",
+            "interface / ledger", "step without a limit"]  # fmt: skip
+    return f"Rates of the ranks: {rates}.\n\n" + table(head, rows)
+
+
+def kind_table(result: dict[str, Any]) -> str:
+    if "rows" in result:
+        return bench_table(result)
+    if "rate_bits_per_s" in result:
+        return lab_table(result)
+    if "reference" in result:
+        return compare_table(result)
+    return "```json\n" + json.dumps(result, indent=1) + "\n```"
+
+
+def page(kept: dict[str, Any]) -> str:
+    versions = kept["result"].get("versions", {})
+    versions = versions[0] if isinstance(versions, list) else versions
+    named = ", ".join(f"{k} {v}" for k, v in versions.items() if k != "platform")
+    return (
+        f"# {kept['title']}\n\n{kept['notes']}\n\n{kind_table(kept['result'])}\n\n"
+        f"Measured with `{kept['command']}` at commit {kept['commit']}; {kept['machine']}; "
+        f"{named}.\n"
+    )
+
+
+def pages(given: argparse.Namespace) -> int:
+    files = sorted(RESULTS.glob("*.json"))
+    wanted = {file.stem: json.loads(file.read_text()) for file in files}
+    texts = {f"{name}.md": page(kept) for name, kept in wanted.items()}
+    listed = "\n".join(f"- [{kept['title']}]({name}.md)" for name, kept in wanted.items())
+    texts["index.md"] = f"# Results\n\nRendered from `benchmarks/results/*.json`.\n\n{listed}\n"
+    if given.check:
+        stale = [
+            n for n, t in texts.items() if not (PAGES / n).exists() or (PAGES / n).read_text() != t
+        ]
+        for name in stale:
+            print(
+                f"docs/results/{name} is not what benchmarks/results says: run {sys.argv[0]} pages"
+            )
+        return 1 if stale else 0
+    PAGES.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (PAGES / name).write_text(text)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command_name", required=True)
+    keeper = commands.add_parser("keep")
+    keeper.add_argument("name")
+    keeper.add_argument("file")
+    keeper.add_argument("--title", required=True)
+    keeper.add_argument("--command", default="")
+    keeper.add_argument("--notes", default="")
+    keeper.add_argument("--commit", help="where it was measured (default: HEAD)")
+    renderer = commands.add_parser("pages")
+    renderer.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    return keep(given) if given.command_name == "keep" else pages(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
