@@ -14,7 +14,7 @@ from thinwire.kernels.random.cpu import fill_uniform, philox_block
 
 __all__ = ["dequantize", "quantize", "step", "step_absmax", "stochastic_bf16"]
 
-_I32, _U8, _U32, _F32 = np.int32, np.uint8, np.uint32, np.float32
+_I32, _U8, _U32, _U64, _F32 = np.int32, np.uint8, np.uint32, np.uint64, np.float32
 _FP8, _INT8, _INT4 = 0, 1, 2
 _ROUND, _ROUND_BITS = _F32(12582912.0), _I32(0x4B400000)
 _ZERO, _ONE, _FLOOR = _F32(0.0), _F32(1.0), _F32(2.0**-100)
@@ -44,7 +44,7 @@ def _scale(magnitude: Any, rho: Any, pow2: Any) -> Any:
 
 
 @inline
-def _grid_fp8(y: Any, u: Any, sr: Any) -> Any:
+def _grid_fp8(y: Any, u: Any) -> Any:
     """Return y within +-448 on E4M3's grid, rounded up where u < the fraction."""
     bits = u32(y)
     a = _U32(bits & _U32(0x7FFFFFFF))
@@ -60,29 +60,31 @@ def _grid_fp8(y: Any, u: Any, sr: Any) -> Any:
 
 @inline
 def _encode_run(
-    x: Any, count: Any, scale: Any, rho: Any, fmt: Any, u: Any, sr: Any, q: Any
+    x: Any, count: Any, scale: Any, rho: Any, fmt: Any, u: Any, sr: Any, q: Any, out: Any
 ) -> None:
-    """Write one byte per code into q and the dequantized values over x."""
-    if fmt == _FP8:
+    """Write one byte per code into q and the dequantized values into out (which may be x)."""
+    if fmt == _FP8 and sr:
         for i in range(count):
-            y = min(max(x[i] / scale, -rho), rho)
-            if sr:
-                y = _grid_fp8(y, u[i], sr)
-            code = e4m3_bits(y)
+            y = _grid_fp8(min(max(x[i] / scale, -rho), rho), u[i])
+            q[i] = e4m3_bits(y)
+            out[i] = y * scale  # the code's own value: y lies on the grid
+    elif fmt == _FP8:
+        for i in range(count):
+            code = e4m3_bits(min(max(x[i] / scale, -rho), rho))
             q[i] = code
-            x[i] = e4m3_value(code) * scale
+            out[i] = e4m3_value(code) * scale
     elif sr:
         for i in range(count):
             y = np.floor(min(max(x[i] / scale, -rho), rho) + u[i])
             y = min(max(y, -rho), rho)
             q[i] = _U8(_I32(y))
-            x[i] = y * scale
+            out[i] = y * scale
     else:
         for i in range(count):
             y = _F32(min(max(x[i] / scale, -rho), rho) + _ROUND)
             k = _I32(y.view(np.int32) - _ROUND_BITS)
             q[i] = _U8(k)
-            x[i] = _F32(k) * scale
+            out[i] = _F32(k) * scale
 
 
 @inline
@@ -93,7 +95,8 @@ def _store_codes(q: Any, columns: Any, fmt: Any, row: Any) -> None:
         if columns % 2 == 1:
             row[columns // 2] = _U8(_U8(q[columns - 1] + 8) & _U8(15)) | _U8(0x80)
     else:
-        row[:] = q
+        for i in range(columns):
+            row[_U64(i)] = q[_U64(i)]
 
 
 @inline
@@ -196,7 +199,9 @@ def quantize(
             if per_row > 0:
                 top = _magnitude(part, part.size)
             scale = _scale(top, rho, pow2)
-            _encode_run(part, part.size, scale, rho, fmt, u[begin:] if sr else u, sr, q[begin:end])
+            _encode_run(
+                part, part.size, scale, rho, fmt, u[begin:] if sr else u, sr, q[begin:end], part
+            )
             scales[r * per_row + j] = scale
         _store_codes(q, columns, fmt, codes[r * width : (r + 1) * width])
 
@@ -295,10 +300,9 @@ def step(
         np.empty(columns, np.float32),
         np.empty(columns, np.float32),
     )
-    kept = np.empty(columns, np.float32)
+    stored = np.empty(columns, np.float32)
     u = np.empty(columns if sr else 1, np.float32)
     q = np.empty(columns, np.uint8)
-    old_m, old_v = np.empty(columns, np.float32), np.empty(columns, np.float32)
     bad = 0
     for r in range(start, stop):
         row = codes[r * width : (r + 1) * width]
@@ -307,13 +311,9 @@ def step(
         load_block(m, dtype, r * columns, columns, mb)
         if h[0]:
             load_block(v, dtype, r * columns, columns, vb)
-        old_m[:] = mb
-        old_v[:] = vb
         _update_row(x, gb, mb, vb, den, columns, h)
         if sr:
             fill_uniform(u, columns, first + r * stride, key, tensor, number)
-        for i in range(columns):
-            kept[i] = x[i]
         for j in range(max(per_row, 1)):
             begin, end = j * size, min((j + 1) * size, columns)
             count = end - begin
@@ -322,14 +322,18 @@ def step(
             top = magnitude[at] if magnitude.size > 0 else _magnitude(part, count)
             if not np.isfinite(top):
                 bad += 1
-                mb[begin:end] = old_m[begin:end]
-                vb[begin:end] = old_v[begin:end]
+                load_block(m, dtype, r * columns + begin, count, mb[begin:end])
+                if h[0]:
+                    load_block(v, dtype, r * columns + begin, count, vb[begin:end])
                 _restore_codes(row, begin, end, fmt, q)
                 continue
             scale = _scale(top, rho, pow2)
             new_scales[at] = scale
-            _encode_run(part, count, scale, rho, fmt, u[begin:] if sr else u, sr, q[begin:end])
-            _inject(mb[begin:end], kept[begin:end], part, den[begin:end], count, h)
+            after = stored[begin:end]
+            _encode_run(
+                part, count, scale, rho, fmt, u[begin:] if sr else u, sr, q[begin:end], after
+            )
+            _inject(mb[begin:end], part, after, den[begin:end], count, h)
         _store_codes(q, columns, fmt, row)
         store_block(mb, columns, m, dtype, r * columns)
         if h[0]:
