@@ -1,0 +1,170 @@
+"""Check every CUDA kernel against its reference on this machine's GPU, then time it.
+
+    python benchmarks/gpu.py [--only NAME ...] [--out FILE]   # needs torch, numpy and triton alone
+    python benchmarks/gpu.py --interpret                      # checks alone, on the CPU, no GPU
+
+Prints JSON: per check how many comparisons were made and which differed; per kernel the median
+time and GB/s beside the device's own copy (bytes read and written, once each). Exit status: 0 all
+equal, 1 something differs, 2 no GPU.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch  # noqa: E402
+
+Timed = tuple[str, Callable[[], object], int]
+COPY_BYTES = 2**30
+
+
+def commit() -> str:
+    """Return the checkout's commit, marked where files were changed."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def median_ms(run: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median time of a call on the device, after three calls that warm up."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def copy_gbps(device: torch.device) -> float:
+    """Return the GB/s, read and written, of the device's own copy."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / median_ms(lambda: target.copy_(source)) / 1e6
+
+
+def nbytes(*tensors: torch.Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def timed_blockwise(device: torch.device, n: int) -> Iterator[Timed]:
+    from thinwire.codecs import Blockwise
+
+    x = torch.randn(n, device=device, dtype=torch.bfloat16)
+    for bits in (2, 4, 6, 8):
+        codec = Blockwise(bits=bits)
+        wire = codec.encode(x)
+        wires = wire.expand(8, -1).contiguous()
+        total = torch.empty(n, device=device)
+        yield (
+            f"blockwise encode {bits} bits",
+            lambda c=codec, w=wire: c.encode(x, out=w),
+            nbytes(x, wire),
+        )
+        yield (
+            f"blockwise decode {bits} bits",
+            lambda c=codec, w=wire: c.decode(w, n, x.dtype, out=x),
+            nbytes(x, wire),
+        )
+        yield (
+            f"blockwise sum of 8, {bits} bits",
+            lambda c=codec, w=wires: c.decode_sum(w, n, x.dtype),
+            nbytes(wires, total),
+        )
+
+
+TIMED = {"blockwise": timed_blockwise}
+
+
+def checks(names: list[str], device: torch.device) -> dict[str, dict[str, object]]:
+    """Return per check the number of comparisons, what differed and the seconds it took."""
+    from thinwire.testing.device_checks import mismatches
+
+    results: dict[str, dict[str, object]] = {}
+    for name in names:
+        start = time.perf_counter()
+        count, wrong = mismatches(name, device)
+        seconds = round(time.perf_counter() - start, 2)
+        results[name] = {"compared": count, "wrong": wrong, "seconds": seconds}
+        print(f"{name}: {count} compared, {len(wrong)} differ, {seconds} s", file=sys.stderr)
+    return results
+
+
+def timings(names: list[str], device: torch.device, n: int) -> list[dict[str, object]]:
+    """Return median time and bandwidth of each kernel of these checks."""
+    rows: list[dict[str, object]] = []
+    for name in names:
+        for label, run, moved in TIMED[name](device, n) if name in TIMED else ():
+            ms = median_ms(run)
+            rows.append({"name": label, "ms": ms, "bytes": moved, "gbps": moved / ms / 1e6})
+            print(f"{label}: {ms:.3f} ms, {moved / ms / 1e6:.0f} GB/s", file=sys.stderr)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--interpret", action="store_true", help="check on the CPU, time nothing")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks alone")
+    parser.add_argument("--elements", type=int, default=2**26, help="per timed tensor")
+    parser.add_argument("--out", type=Path, help="write the JSON here as well")
+    args = parser.parse_args()
+    if not args.interpret and not torch.cuda.is_available():
+        print("gpu.py: no CUDA device here: run it where torch sees one, or --interpret",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    if args.interpret:  # read when Triton is imported, which nothing has done yet
+        os.environ["TRITON_INTERPRET"] = "1"
+        warnings.simplefilter("ignore", RuntimeWarning)
+    import triton
+
+    from thinwire.testing.device_checks import CHECKS
+
+    started = time.perf_counter()
+    names = args.only or list(CHECKS)
+    unknown = sorted(set(names) - set(CHECKS))
+    if unknown:
+        print(f"gpu.py: no check {unknown[0]!r}: choose from {sorted(CHECKS)}", file=sys.stderr)
+        return 2
+    device = torch.device("cpu" if args.interpret else "cuda")
+    report: dict[str, object] = {
+        "device": "interpreter" if args.interpret else torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+    results = checks(names, device)
+    report["checks"] = results
+    if not args.interpret:
+        copy = copy_gbps(device)
+        report["copy_gbps"] = copy
+        rows = timings(names, device, args.elements)
+        report["timings"] = [{**row, "of_copy": float(str(row["gbps"])) / copy} for row in rows]
+    report["seconds"] = round(time.perf_counter() - started, 1)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+    return 1 if any(result["wrong"] for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

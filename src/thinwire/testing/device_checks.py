@@ -1,0 +1,146 @@
+"""Check the Triton kernels against their references: on a CUDA device, or interpreted on the CPU.
+
+Each check yields (label, what the kernel wrote, what the reference says); references run on the
+CPU. `benchmarks/gpu.py`, the tests of the interpreter and `tests/gpu` share them.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import blockwise
+from thinwire.kernels.blockwise import reference as blockwise_reference
+from thinwire.kernels.parallel import backend
+from thinwire.kernels.random import RandomKey
+from thinwire.kernels.random import reference as random_reference
+
+__all__ = ["CHECKS", "mismatches", "same", "samples"]
+
+Result = Iterator[tuple[str, Tensor, Tensor]]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KEY = RandomKey(run_key=2**63 + 9, tensor=2**32 - 5, step=4)
+NAN, INF = float("nan"), float("inf")
+
+
+def samples(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return runs of n values of every kind in one tensor [13n]; a few are NaN or infinite."""
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    outlier, nan, inf = x.clone(), x.clone(), x.clone()
+    if n:
+        outlier[n // 2], nan[n // 2], inf[n // 3] = 3e4, NAN, -INF
+    finite = (
+        x, x * 1e-7, x * 1e6, torch.zeros(n), -torch.zeros(n), torch.full((n,), 3.3), x * 1e-40,
+        outlier, torch.round(x), torch.round(2 * x) / 2, x * 1e-30,
+    )  # fmt: skip
+    return torch.cat([*finite, nan, inf]).to(dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are equal bit for bit, any NaN equal to any other."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    bits = torch.int32 if a.element_size() == 4 else torch.int16
+    equal = (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
+    return bool(equal.all())
+
+
+def unset(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor whose every element must be written: NaN, or 0xAA bytes."""
+    if dtype == torch.uint8:
+        return torch.full(shape, 0xAA, dtype=dtype, device=device)
+    return torch.full(shape, NAN, dtype=dtype, device=device)
+
+
+def check_random(device: torch.device) -> Result:
+    """Yield uniforms at aligned and other offsets."""
+    kernel = backend("thinwire.kernels.random", "triton").uniform
+    for n, offset in itertools.product((0, 1, 63, 2049), (0, 4, 7, 2**33 + 2)):
+        u = unset(n, dtype=torch.float32, device=device)
+        key, tensor, step, _ = KEY.words
+        kernel(u, key, tensor, step, offset)
+        index = torch.arange(offset, offset + n)
+        yield f"uniform {n} {offset}", u, random_reference.uniform(index, key, tensor, step)
+
+
+# block size, layout, meta, symmetric, stochastic, offset of the key
+BLOCKWISE_ARMS = (
+    (32, "split", "fp16", False, False, 0),
+    (64, "interleaved", "bf16", True, True, 8),
+    (128, "split", "bf16", False, True, 3),
+    (128, "interleaved", "fp16", False, False, 0),
+    (256, "split", "fp16", True, False, 0),
+    (32, "interleaved", "fp16", False, True, 4),
+)
+
+
+def check_blockwise(device: torch.device) -> Result:
+    """Yield messages, values and sums over bits, arms, dtypes and sizes."""
+    for bits, (i, arm), n in itertools.product(
+        (2, 4, 6, 8), enumerate(BLOCKWISE_ARMS), (0, 1, 31, 257)
+    ):
+        # Every arm meets half of the widths, and small sizes one arm per width.
+        if (i + bits // 2) % 2 or (n < 257 and i > 1):
+            continue
+        size, layout, meta, symmetric, stochastic, offset = arm
+        dtype = DTYPES[(i + bits // 2 + n) % 3]
+        x = samples(n, dtype) if n == 257 else samples(n, dtype)[:n]
+        n = x.numel()
+        blocks = -(-n // 512) * (512 // size)
+        shape = (blocks, size, bits, layout, meta, symmetric)
+        key, tensor, step, _ = KEY.words
+        index = torch.arange(blocks * size) + offset
+        u = random_reference.uniform(index, key, tensor, step) if stochastic else None
+        want = blockwise_reference.encode(x, *shape, u)
+        # An odd place for the message where the offset is odd: no word may be assumed aligned.
+        room = unset(want.numel() + 1, dtype=torch.uint8, device=device)
+        out = room[offset % 2 :][: want.numel()]
+        blockwise._encode_cuda(x.to(device), out, *shape, stochastic, key, tensor, step, offset)
+        label = f"{bits} bits {dtype} {n} {shape}"
+        yield f"encode {label}", out, want
+        noise = torch.randint(0, 256, want.shape, dtype=torch.uint8)
+        wires = torch.stack([want, noise])
+        expected = torch.empty(2, n, dtype=dtype)
+        blockwise_reference.decode(wires, expected, *shape)
+        got = unset(2, n, dtype=dtype, device=device)
+        blockwise._decode_cuda(wires.to(device), got, *shape)
+        yield f"decode {label}", got, expected
+        values = torch.empty(2, n)
+        blockwise_reference.decode(wires, values, *shape)
+        total = unset(n, dtype=torch.float32, device=device)
+        blockwise._sum_cuda(wires.to(device), total, *shape)
+        yield f"sum {label}", total, values[0] + values[1]
+
+
+CHECKS: dict[str, Callable[[torch.device], Result]] = {
+    "random": check_random,
+    "blockwise": check_blockwise,
+}
+
+
+def mismatches(name: str, device: torch.device) -> tuple[int, list[str]]:
+    """Return how many comparisons a check made and what differed, one line each."""
+    count, wrong = 0, []
+    for label, got, want in CHECKS[name](device):
+        count += 1
+        have = got.cpu()
+        if not same(have, want):
+            wrong.append(f"{name} {label}: {_difference(have, want)}")
+    return count, wrong
+
+
+def _difference(a: Tensor, b: Tensor) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype} {tuple(a.shape)}, expected {b.dtype} {tuple(b.shape)}"
+    found: Any = [
+        (i, x, y)
+        for i, (x, y) in enumerate(zip(a.reshape(-1).tolist(), b.reshape(-1).tolist(), strict=True))
+        if x != y and not (x != x and y != y)
+    ]
+    first = found[0] if found else "a zero's sign"
+    return f"{len(found)} of {a.numel()} differ, the first (index, kernel, reference): {first}"
