@@ -90,7 +90,28 @@ def timed_blockwise(device: torch.device, n: int) -> Iterator[Timed]:
         )
 
 
-TIMED = {"blockwise": timed_blockwise}
+def timed_hadamard(device: torch.device, n: int) -> Iterator[Timed]:
+    from thinwire.codecs import Hadamard
+
+    x = torch.randn(n, device=device, dtype=torch.bfloat16)
+    for fmt in ("e4m3", "e5m2", "int8", "int4"):
+        codec = Hadamard(fmt=fmt)
+        wire = codec.encode(x)
+        wires = wire.expand(8, -1).contiguous()
+        yield f"hadamard encode {fmt}", lambda c=codec, w=wire: c.encode(x, out=w), nbytes(x, wire)
+        yield (
+            f"hadamard decode {fmt}",
+            lambda c=codec, w=wire: c.decode(w, n, x.dtype, out=x),
+            nbytes(x, wire),
+        )
+        yield (
+            f"hadamard middle of 8, {fmt}",
+            lambda c=codec, w=wires, o=wire: c.decode_sum_encode(w, n, x.dtype, out=o),
+            nbytes(wires, wire),
+        )
+
+
+TIMED = {"blockwise": timed_blockwise, "hadamard": timed_hadamard}
 
 
 def checks(names: list[str], device: torch.device) -> dict[str, dict[str, object]]:

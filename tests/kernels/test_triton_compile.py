@@ -11,6 +11,7 @@ import torch
 
 from tests.kernels.compiled import compile_launch, recorded, usage, wide
 from thinwire.kernels.blockwise import triton as blockwise
+from thinwire.kernels.hadamard import triton as hadamard
 from thinwire.kernels.random import triton as random
 
 N = 2**16
@@ -72,3 +73,33 @@ def test_blockwise(bits, size, layout, dtype, symmetric, stochastic, arch):
     check(encode, arch, loads=1, stores=1 if bits == 8 and layout == "split" else 0)
     check(decode, arch, stores=1)
     check(total, arch, stores=1)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "group", "dtype", "native", "arch"),
+    [
+        ("e4m3", 128, BF16, True, 90),
+        ("e4m3", 128, FP32, False, 80),
+        ("e5m2", 512, BF16, True, 90),
+        ("int8", 128, BF16, False, 80),
+        ("int4", 32, FP32, False, 90),
+    ],
+)
+def test_hadamard(fmt, group, dtype, native, arch, monkeypatch):
+    monkeypatch.setattr(hadamard, "has_fp8", lambda device: native)
+    layout = hadamard.Layout(fmt, group, True, fmt[0] == "e", False, False, 448.0)
+    groups = N // group
+    wire = torch.empty(layout.wire_nbytes(groups), dtype=torch.uint8)
+    wires, x = wire.expand(4, -1), torch.empty(N, dtype=dtype)
+
+    def run():
+        hadamard.encode(x, wire, groups, layout)
+        hadamard.decode(wire[None], x[None], groups, layout)
+        hadamard.decode_sum(wires, torch.empty(N), groups, layout)
+        hadamard.decode_sum_encode(wires, wire, groups, layout, "fp32", dtype)
+
+    encode, decode, total, middle = launches(hadamard, run)
+    check(encode, arch, loads=1)
+    check(decode, arch, stores=1)
+    check(total, arch, stores=1)
+    check(middle, arch)

@@ -22,6 +22,8 @@ __all__ = [
     "RANDOM",
     "bf16_bits",
     "floor_int",
+    "fp8_code",
+    "fp8_value",
     "grid",
     "has_fp8",
     "largest_bits",
@@ -131,6 +133,55 @@ def floor_int(y):
 def largest_bits(x, AXIS: tl.constexpr):
     """Return the largest |x| as int32 bits; infinity and NaN are 0x7F800000 and above."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+
+
+@triton.jit
+def _fp8_bits(y, DROP: tl.constexpr, BIAS: tl.constexpr, MAGIC: tl.constexpr):
+    """Return the magnitude code of |y| in a float format with 23 - DROP mantissa bits, to even."""
+    u = y.to(tl.uint32, bitcast=True)
+    a = u & 0x7FFFFFFF
+    normal = ((a + ((1 << (DROP - 1)) - 1) + ((a >> DROP) & 1)) >> DROP) - (BIAS << (23 - DROP))
+    # Below the smallest normal number a sum whose last place is the smallest subnormal rounds.
+    base = tl.full([], MAGIC, tl.float32)
+    small = (a.to(tl.float32, bitcast=True) + base).to(tl.uint32, bitcast=True)
+    small -= base.to(tl.uint32, bitcast=True)
+    return tl.where(a < ((BIAS + 1) << 23), small, normal).to(tl.int32) | ((u >> 24) & 0x80).to(
+        tl.int32
+    )
+
+
+@triton.jit
+def fp8_code(y, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """Return fp32 within the format's limits as an FP8 byte (int32), ties to even."""
+    if NATIVE:
+        if E4M3:
+            c = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        else:
+            c = y.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
+    elif E4M3:
+        c = _fp8_bits(y, 20, 120, 16384.0)
+    else:
+        c = _fp8_bits(y, 21, 112, 128.0)
+    return c
+
+
+@triton.jit
+def fp8_value(c, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """Return an FP8 byte (int32) as fp32; codes that are not finite are the caller's."""
+    if NATIVE:
+        if E4M3:
+            x = c.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            x = c.to(tl.uint8).to(tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        DROP: tl.constexpr = 20 if E4M3 else 21
+        BIAS: tl.constexpr = 120 if E4M3 else 112
+        ULP: tl.constexpr = 2.0**-9 if E4M3 else 2.0**-16
+        a = c & 0x7F
+        small = (a.to(tl.float32) * ULP).to(tl.int32, bitcast=True)
+        magnitude = tl.where(a >= (1 << (23 - DROP)), (a << DROP) + (BIAS << 23), small)
+        x = (magnitude | ((c & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels import blockwise
+from thinwire.kernels import blockwise, hadamard
 from thinwire.kernels.blockwise import reference as blockwise_reference
+from thinwire.kernels.hadamard import reference as hadamard_reference
 from thinwire.kernels.parallel import backend
 from thinwire.kernels.random import RandomKey
 from thinwire.kernels.random import reference as random_reference
@@ -117,9 +118,62 @@ def check_blockwise(device: torch.device) -> Result:
         yield f"sum {label}", total, values[0] + values[1]
 
 
+# format, group, rotate, alpha, merge, zero, target, middle
+HADAMARD_ARMS = (
+    ("e4m3", 128, True, True, False, False, 448.0, "fp32"),
+    ("e4m3", 64, True, True, True, False, 448.0, "rotated"),
+    ("e4m3", 32, False, True, False, True, 448.0, "fp32"),
+    ("e4m3", 512, True, True, False, True, 240.0, "cast"),
+    ("e5m2", 128, True, True, False, False, 57344.0, "cast"),
+    ("e5m2", 256, True, False, False, True, 57344.0, "rotated"),
+    ("int8", 128, True, False, False, False, 127.0, "rotated"),
+    ("int8", 64, True, True, True, True, 127.0, "cast"),
+    ("int4", 32, True, False, False, False, 7.0, "fp32"),
+    ("int4", 128, True, True, False, False, 7.0, "rotated"),
+)
+
+
+def check_hadamard(device: torch.device) -> Result:
+    """Yield messages, values, sums and two-shot middles over formats, arms, dtypes and sizes."""
+    for (i, arm), n in itertools.product(enumerate(HADAMARD_ARMS), (0, 1, 63, 257)):
+        if n < 257 and i % 3:
+            continue
+        layout, middle = hadamard.Layout(*arm[:7]), arm[7]
+        dtype = DTYPES[(i + n) % 3]
+        x = samples(n, dtype) if n == 257 else samples(n, dtype)[:n]
+        n = x.numel()
+        groups = -(-n // layout.group)
+        label = f"{dtype} {n} {arm}"
+        want = hadamard_reference.encode(x, groups, layout)
+        out = unset(want.numel(), dtype=torch.uint8, device=device)
+        hadamard._encode_cuda(x.to(device), out, groups, *arm[:7])
+        yield f"encode {label}", out, want
+        noise = torch.randint(0, 256, want.shape, dtype=torch.uint8)
+        odd = torch.tensor([0.0, -0.0, 1e-12, -1e-12, 1e-3, 1e3, INF, 1.0, -1.0])
+        odd = odd.repeat(2 * groups).view(torch.uint8)[: want.numel() - groups * layout.code_bytes]
+        noise[groups * layout.code_bytes :] = odd
+        other = hadamard_reference.encode(x.flip(0), groups, layout)
+        wires = torch.stack([want, other, noise])
+        expected = torch.empty(3, n, dtype=dtype)
+        hadamard_reference.decode(wires, expected, groups, layout)
+        got = unset(3, n, dtype=dtype, device=device)
+        hadamard._decode_cuda(wires.to(device), got, groups, *arm[:7])
+        yield f"decode {label}", got, expected
+        values = torch.empty(3, n)
+        hadamard_reference.decode(wires, values, groups, layout)
+        total = unset(n, dtype=torch.float32, device=device)
+        hadamard._decode_sum_cuda(wires.to(device), total, groups, *arm[:7])
+        yield f"sum {label}", total, values[0] + values[1] + values[2]
+        want = hadamard_reference.decode_sum_encode(wires[:2], groups, layout, middle, dtype)
+        out = unset(want.numel(), dtype=torch.uint8, device=device)
+        hadamard._middle_cuda(wires[:2].to(device), out, groups, *arm, dtype)
+        yield f"middle {label}", out, want
+
+
 CHECKS: dict[str, Callable[[torch.device], Result]] = {
     "random": check_random,
     "blockwise": check_blockwise,
+    "hadamard": check_hadamard,
 }
 
 
