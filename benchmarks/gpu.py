@@ -111,7 +111,28 @@ def timed_hadamard(device: torch.device, n: int) -> Iterator[Timed]:
         )
 
 
-TIMED = {"blockwise": timed_blockwise, "hadamard": timed_hadamard}
+def timed_topk(device: torch.device, n: int) -> Iterator[Timed]:
+    from thinwire.codecs import TopK
+
+    x = torch.randn(n, device=device)
+    residual, rest = torch.randn_like(x), torch.empty_like(x)
+    for quant in ("sym", "none"):
+        codec = TopK(shape=(n // 4096, 4096), k=64, quant=quant)
+        wire = codec.encode(x)
+        yield f"topk encode {quant}", lambda c=codec, w=wire: c.encode(x, out=w), nbytes(x, wire)
+        yield (
+            f"topk encode with feedback, {quant}",
+            lambda c=codec, w=wire: c.encode_feedback(x, residual, 0.9, new_residual=rest, out=w),
+            nbytes(x, residual, rest, wire),
+        )
+        yield (
+            f"topk decode {quant}",
+            lambda c=codec, w=wire: c.decode(w, n, x.dtype, out=x),
+            nbytes(x, wire),
+        )
+
+
+TIMED = {"blockwise": timed_blockwise, "hadamard": timed_hadamard, "topk": timed_topk}
 
 
 def checks(names: list[str], device: torch.device) -> dict[str, dict[str, object]]:

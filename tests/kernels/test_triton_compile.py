@@ -13,6 +13,8 @@ from tests.kernels.compiled import compile_launch, recorded, usage, wide
 from thinwire.kernels.blockwise import triton as blockwise
 from thinwire.kernels.hadamard import triton as hadamard
 from thinwire.kernels.random import triton as random
+from thinwire.kernels.topk import geometry, wire_nbytes
+from thinwire.kernels.topk import triton as topk
 
 N = 2**16
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -103,3 +105,29 @@ def test_hadamard(fmt, group, dtype, native, arch, monkeypatch):
     check(decode, arch, stores=1)
     check(total, arch, stores=1)
     check(middle, arch)
+
+
+@pytest.mark.parametrize(
+    ("shape", "quant", "dtype", "feedback", "loads", "arch"),
+    [
+        ((256, 256), "sym", BF16, True, 3, 90),
+        ((65536,), "none", FP32, False, 1, 80),
+        ((250, 250), "paper", FP32, True, 0, 90),
+    ],
+)
+def test_topk(shape, quant, dtype, feedback, loads, arch):
+    geo = geometry(shape, 64, "pad", 64)
+    wire = torch.empty(wire_nbytes(geo, quant), dtype=torch.uint8)
+    x, residual = torch.empty(geo.numel, dtype=dtype), torch.empty(geo.numel)
+    old, new = (residual, residual.clone()) if feedback else (None, None)
+
+    def run():
+        topk.encode(x, old, new, 0.9, wire, geo, quant, "fp16")
+        topk.decode(wire[None], x[None], geo, quant, "fp16")
+        topk.add(wire[None], residual, geo, quant, "fp16")
+
+    select, *others = launches(topk, run)
+    check(select, arch, loads=loads, stores=1 if feedback and loads else 0)
+    assert len(others) == 3 + (quant != "none")
+    for other in others:
+        check(other, arch)

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels import blockwise, hadamard
+from thinwire.errors import WireError
+from thinwire.kernels import blockwise, hadamard, topk
 from thinwire.kernels.blockwise import reference as blockwise_reference
 from thinwire.kernels.hadamard import reference as hadamard_reference
 from thinwire.kernels.parallel import backend
 from thinwire.kernels.random import RandomKey
 from thinwire.kernels.random import reference as random_reference
+from thinwire.kernels.topk import reference as topk_reference
 
 __all__ = ["CHECKS", "mismatches", "same", "samples"]
 
@@ -170,10 +172,82 @@ def check_hadamard(device: torch.device) -> Result:
         yield f"middle {label}", out, want
 
 
+# shape, k, chunking, tile, quant, level
+TOPK_ARMS = (
+    ((130, 257), 64, "pad", 64, "sym", "fp16"),
+    ((100, 66), 129, "reference", 64, "sym", "bf16"),
+    ((4097,), 64, "pad", 64, "none", "fp16"),
+    ((3, 70, 80), 33, "pad", 32, "sym", "bf16"),
+    ((70, 64), 40, "pad", 64, "paper", "fp16"),
+    ((63,), 700, "pad", 64, "sym", "fp16"),
+    ((40, 2), 4096, "pad", 64, "sym", "bf16"),
+    ((0,), 64, "pad", 64, "sym", "fp16"),
+    ((1,), 64, "pad", 64, "none", "fp16"),
+)
+
+
+def check_topk(device: torch.device) -> Result:
+    """Yield messages, residuals, values, sums and refusals over quantizers, cuts and dtypes."""
+    for (i, arm), kind in itertools.product(enumerate(TOPK_ARMS), range(4)):
+        shape, k, chunking, tile, quant, level = arm
+        n, dtype = torch.Size(shape).numel(), DTYPES[(i + kind) % 3]
+        if kind and n < 2:
+            continue
+        x = samples(n)
+        x = (x[:n], torch.round(x[:n]), x[-n:], x[7 * n : 8 * n])[kind].to(dtype) if n else x[:0]
+        geo = topk.geometry(shape, k, chunking, tile)
+        args = (list(shape), k, chunking, tile, quant, level)
+        label = f"{dtype} {kind} {arm}"
+        want = topk_reference.encode(x, geo, quant, level)
+        out = unset(want.numel(), dtype=torch.uint8, device=device)
+        topk._encode_cuda(x.to(device), out, *args)
+        yield f"encode {label}", out, want
+        if n == 0:
+            continue
+        residual = samples(n)[:n].flip(0).contiguous()
+        sent, rest = topk_reference.feedback(x, residual, 0.95, geo, quant, level)
+        out = unset(want.numel(), dtype=torch.uint8, device=device)
+        new = unset(n, dtype=torch.float32, device=device)
+        topk._feedback_cuda(x.to(device), residual.to(device), new, 0.95, out, *args)
+        yield f"feedback message {label}", out, sent
+        yield f"residual {label}", new, rest
+        wires = torch.stack([want, sent])
+        expected = torch.empty(2, n, dtype=dtype)
+        topk_reference.decode(wires, expected, geo, quant, level)
+        got = unset(2, n, dtype=dtype, device=device)
+        topk._decode_cuda(wires.to(device), got, *args)
+        yield f"decode {label}", got, expected
+        values = torch.empty(2, n)
+        topk_reference.decode(wires, values, geo, quant, level)
+        total = torch.zeros(n, device=device)
+        topk._add_cuda(wires.to(device), total, *args)
+        yield f"sum {label}", total, torch.zeros(n) + values[0] + values[1]
+        wires[:, topk.wire_nbytes(geo, quant) // 2 :] = 255
+        yield f"refusal {label}", *_refusal(wires, geo, args, device)
+
+
+def _refusal(
+    wires: Tensor, geo: topk.Geometry, args: tuple[Any, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return whether kernel and reference refuse a message."""
+    refused = []
+    for run in (
+        lambda out: topk._decode_cuda(wires.to(device), out.to(device), *args),
+        lambda out: topk_reference.decode(wires, out, geo, *args[4:]),
+    ):
+        try:
+            run(torch.empty(len(wires), geo.numel))
+            refused.append(torch.tensor([0]))
+        except WireError:
+            refused.append(torch.tensor([1]))
+    return refused[0], refused[1]
+
+
 CHECKS: dict[str, Callable[[torch.device], Result]] = {
     "random": check_random,
     "blockwise": check_blockwise,
     "hadamard": check_hadamard,
+    "topk": check_topk,
 }
 
 
