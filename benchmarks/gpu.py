@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,7 +133,30 @@ def timed_topk(device: torch.device, n: int) -> Iterator[Timed]:
         )
 
 
-TIMED = {"blockwise": timed_blockwise, "hadamard": timed_hadamard, "topk": timed_topk}
+def timed_bitmask(device: torch.device, n: int) -> Iterator[Timed]:
+    from thinwire.kernels import bitmask
+
+    for density in (0.01, 0.25):
+        k = int(n * density)
+        index = torch.randperm(n, device=device)[:k].sort().values
+        bits = torch.empty(bitmask.bits_nbytes(n), dtype=torch.uint8, device=device)
+        pairs = torch.empty(bitmask.index12_nbytes(n, k), dtype=torch.uint8, device=device)
+        for name, wire, write, read in (
+            ("bits", bits, bitmask.to_bits, bitmask.from_bits),
+            ("index12", pairs, bitmask.to_index12, bitmask.from_index12),
+        ):
+            moved = nbytes(index, wire)
+            write(index, n, wire)
+            yield f"{name} write, {density:.0%}", partial(write, index, n, wire), moved
+            yield f"{name} read, {density:.0%}", partial(read, wire, n, k), moved
+
+
+TIMED = {
+    "blockwise": timed_blockwise,
+    "hadamard": timed_hadamard,
+    "topk": timed_topk,
+    "bitmask": timed_bitmask,
+}
 
 
 def checks(names: list[str], device: torch.device) -> dict[str, dict[str, object]]:

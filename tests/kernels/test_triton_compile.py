@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from tests.kernels.compiled import compile_launch, recorded, usage, wide
+from thinwire.errors import WireError
+from thinwire.kernels.bitmask import bits_nbytes, index12_nbytes
+from thinwire.kernels.bitmask import triton as bitmask
 from thinwire.kernels.blockwise import triton as blockwise
 from thinwire.kernels.hadamard import triton as hadamard
 from thinwire.kernels.random import triton as random
@@ -131,3 +134,25 @@ def test_topk(shape, quant, dtype, feedback, loads, arch):
     assert len(others) == 3 + (quant != "none")
     for other in others:
         check(other, arch)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_bitmask(arch):
+    k = 1000
+    index = torch.arange(k)
+    bits = torch.zeros(bits_nbytes(N), dtype=torch.uint8)
+    pairs = torch.zeros(index12_nbytes(N, k), dtype=torch.uint8)
+
+    def run():
+        bitmask.to_bits(index, N, bits)
+        bitmask.to_index12(index, N, pairs)
+        # Nothing was launched, so nothing is found.
+        with pytest.raises(WireError):
+            bitmask.from_bits(bits, N, k)
+        with pytest.raises(WireError):
+            bitmask.from_index12(pairs, N, k)
+
+    calls = launches(bitmask, run)
+    assert len(calls) == 7
+    for call in calls:
+        check(call, arch)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire.errors import WireError
 from thinwire.kernels import blockwise, hadamard, topk
+from thinwire.kernels.bitmask import reference as bitmask_reference
 from thinwire.kernels.blockwise import reference as blockwise_reference
 from thinwire.kernels.hadamard import reference as hadamard_reference
 from thinwire.kernels.parallel import backend
@@ -243,11 +244,48 @@ def _refusal(
     return refused[0], refused[1]
 
 
+def check_bitmask(device: torch.device) -> Result:
+    """Yield both forms, both ways, and what is refused, over sizes and densities."""
+    kernel = backend("thinwire.kernels.bitmask", "triton")
+    reference = bitmask_reference
+    forms = (
+        (kernel.to_bits, reference.to_bits, kernel.from_bits, reference.from_bits),
+        (kernel.to_index12, reference.to_index12, kernel.from_index12, reference.from_index12),
+    )
+    for n, (i, form) in itertools.product((0, 1, 8, 63, 4097, 20_000), enumerate(forms)):
+        write, write_reference, read, read_reference = form
+        for k in sorted({0, min(n, 1), n // 100, n // 3, n}):
+            index = torch.randperm(n, generator=torch.Generator().manual_seed(n))[:k].sort().values
+            label = f"{('bits', 'index12')[i]} {n} {k}"
+            want = write_reference(index, n)
+            out = unset(want.numel() + 1, dtype=torch.uint8, device=device)[1:]
+            write(index.to(device), n, out)
+            yield f"write {label}", out, want
+            yield f"read {label}", read(want.to(device), n, k), index
+            for place in (0, want.numel() // 2, want.numel() - 1)[: want.numel()]:
+                changed = want.clone()
+                changed[place] ^= 0x81
+                got, expected = (
+                    _read(read, changed.to(device), n, k),
+                    _read(read_reference, changed, n, k),
+                )
+                yield f"refusal {label} {place}", got, expected
+
+
+def _read(read: Callable[..., Tensor], wire: Tensor, n: int, k: int) -> Tensor:
+    """Return what a message holds, or -1 if it is refused."""
+    try:
+        return read(wire, n, k)
+    except WireError:
+        return torch.tensor([-1])
+
+
 CHECKS: dict[str, Callable[[torch.device], Result]] = {
     "random": check_random,
     "blockwise": check_blockwise,
     "hadamard": check_hadamard,
     "topk": check_topk,
+    "bitmask": check_bitmask,
 }
 
 
