@@ -151,11 +151,60 @@ def timed_bitmask(device: torch.device, n: int) -> Iterator[Timed]:
             yield f"{name} read, {density:.0%}", partial(read, wire, n, k), moved
 
 
+def timed_eco(device: torch.device, n: int) -> Iterator[Timed]:
+    from thinwire.kernels import eco
+
+    h = eco.Step(1e-3, 0.9, 0.98, 1e-9, 0.1, 0.02, 0.1, -1.2)
+    rows, columns = n // 4096, 4096
+    g = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+    m, v = torch.zeros(2, rows, columns, device=device)
+    for fmt, group in (("fp8_e4m3", 0), ("int8", 0), ("int4", 128)):
+        quantizer = eco.Quantizer(fmt, group)
+        codes, scales = eco.quantize(g, quantizer)
+        state = (codes, scales, g, m, v)
+        yield (
+            f"eco step {fmt}",
+            partial(eco.step_, *state, quantizer, h),
+            nbytes(*state, codes, scales, m, v),
+        )
+        yield f"eco quantize {fmt}", partial(eco.quantize, g, quantizer), nbytes(g, codes, scales)
+        yield (
+            f"eco dequantize {fmt}",
+            partial(eco.dequantize, codes, scales, columns, quantizer, g.dtype, out=g),
+            nbytes(g, codes, scales),
+        )
+
+
+def timed_adams(device: torch.device, n: int) -> Iterator[Timed]:
+    from thinwire.kernels import adams
+
+    h = adams.Step(1e-3)
+    theta, m, r = torch.zeros(3, n, device=device)
+    g = torch.randn(n, device=device, dtype=torch.bfloat16)
+    yield "adams dense step", partial(adams.adams_, theta, m, g, h), nbytes(theta, m, theta, m, g)
+    for density in (0.01, 0.1):
+        index = torch.randperm(n, device=device)[: int(n * density)].sort().values
+        mean = adams.gather(m, g, r, index, h.b1)
+        yield (
+            f"scape gather, {density:.0%}",
+            partial(adams.gather, m, g, r, index, h.b1, out=mean),
+            nbytes(index, mean) + 10 * index.numel(),
+        )
+        yield (
+            f"scape sweep, {density:.0%}",
+            partial(adams.sweep_, theta, m, g, r, index, mean, None, h),
+            nbytes(theta, m, r, theta, m, r, g, index, mean),
+        )
+    yield "scape mask, 1%", partial(adams.largest, r, n // 100), nbytes(r)
+
+
 TIMED = {
     "blockwise": timed_blockwise,
     "hadamard": timed_hadamard,
     "topk": timed_topk,
     "bitmask": timed_bitmask,
+    "eco": timed_eco,
+    "adams": timed_adams,
 }
 
 

@@ -11,10 +11,14 @@ import torch
 
 from tests.kernels.compiled import compile_launch, recorded, usage, wide
 from thinwire.errors import WireError
+from thinwire.kernels.adams import triton as adams
 from thinwire.kernels.bitmask import bits_nbytes, index12_nbytes
 from thinwire.kernels.bitmask import triton as bitmask
 from thinwire.kernels.blockwise import triton as blockwise
+from thinwire.kernels.eco import code_columns, num_scales
+from thinwire.kernels.eco import triton as eco
 from thinwire.kernels.hadamard import triton as hadamard
+from thinwire.kernels.random import RandomKey
 from thinwire.kernels.random import triton as random
 from thinwire.kernels.topk import geometry, wire_nbytes
 from thinwire.kernels.topk import triton as topk
@@ -156,3 +160,63 @@ def test_bitmask(arch):
     assert len(calls) == 7
     for call in calls:
         check(call, arch)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "group", "columns", "gradient", "moments", "key", "adam", "native", "arch"),
+    [
+        ("fp8_e4m3", 0, 4096, BF16, FP32, None, True, True, 90),
+        ("fp8_e4m3", 0, 8192, BF16, BF16, RandomKey(), True, False, 80),
+        ("int8", 0, 1024, FP32, FP32, None, False, False, 80),
+        ("int4", 128, 4096, BF16, FP32, None, True, False, 90),
+        ("int4", -1, 11008, BF16, FP32, RandomKey(), True, False, 90),
+    ],
+)
+def test_eco(fmt, group, columns, gradient, moments, key, adam, native, arch, monkeypatch):
+    monkeypatch.setattr(eco, "has_fp8", lambda device: native)
+    quantizer = eco.Quantizer(fmt, group)
+    h = eco.Step(0.01, 0.9, 0.98, 1e-9, 0.1, 0.02, 0.1, -1.2, adam)
+    codes = torch.empty(16, code_columns(columns, fmt), dtype=torch.uint8)
+    scales = torch.ones(num_scales(16, columns, group))
+    g, m = torch.zeros(16, columns, dtype=gradient), torch.zeros(16, columns, dtype=moments)
+    v = m.clone() if adam else None
+    top = scales if group < 0 else None
+
+    def run():
+        eco.step(codes, scales, g, m, v, quantizer, h, key, top, columns)
+        eco.quantize(g, quantizer, key, top, columns)
+        eco.dequantize(codes, scales, g, quantizer)
+        if group < 0:
+            eco.step_absmax(codes, scales, g, m, v, quantizer, h)
+
+    step, quantize, dequantize, *absmax = launches(eco, run)
+    # Codes (8 bits), gradient and moments come in, codes and moments go out, 16 bytes at a time.
+    check(step, arch, loads=3 if adam else 2, stores=2 if adam else 1)
+    check(quantize, arch, loads=1)
+    check(dequantize, arch, stores=1)
+    for call in absmax:
+        check(call, arch, loads=3)
+
+
+def test_stochastic_bf16():
+    x, out = torch.empty(N), torch.empty(N, dtype=BF16)
+    (call,) = launches(eco, lambda: eco.stochastic_bf16(x, RandomKey(), out))
+    check(call, 90, loads=1, stores=1)
+
+
+@pytest.mark.parametrize(("dtype", "arch"), [(BF16, 90), (FP32, 80)])
+def test_adams(dtype, arch):
+    theta, m, r, statistic = (torch.empty(N) for _ in range(4))
+    g, index = torch.empty(N, dtype=dtype), torch.arange(0, N, 64)
+    mean = torch.empty(index.numel())
+    h = adams.Step(0.01, 0.9, 0.95, 1e-8, 0.1, True, 0.5)
+
+    def run():
+        adams.adams(theta, m, g, h)
+        adams.sweep(theta, m, g, r, index, mean, mean, h, statistic)
+        adams.gather(m, g, r, index, h.b1, mean)
+
+    dense, sweep, gather = launches(adams, run)
+    check(dense, arch, loads=3, stores=2)
+    check(sweep, arch, loads=4, stores=4)
+    check(gather, arch)

@@ -6,15 +6,18 @@ CPU. `benchmarks/gpu.py`, the tests of the interpreter and `tests/gpu` share the
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import WireError
-from thinwire.kernels import blockwise, hadamard, topk
+from thinwire.kernels import adams, blockwise, eco, hadamard, topk
+from thinwire.kernels.adams import reference as adams_reference
 from thinwire.kernels.bitmask import reference as bitmask_reference
 from thinwire.kernels.blockwise import reference as blockwise_reference
+from thinwire.kernels.eco import reference as eco_reference
 from thinwire.kernels.hadamard import reference as hadamard_reference
 from thinwire.kernels.parallel import backend
 from thinwire.kernels.random import RandomKey
@@ -280,12 +283,147 @@ def _read(read: Callable[..., Tensor], wire: Tensor, n: int, k: int) -> Tensor:
         return torch.tensor([-1])
 
 
+# format, group, pow2, stochastic, Adam, gradient, moments, shape
+ECO_ARMS = (
+    ("fp8_e4m3", 0, False, False, True, torch.bfloat16, torch.bfloat16, (5, 257)),
+    ("fp8_e4m3", 0, True, True, True, torch.float32, torch.float32, (4, 256)),
+    ("fp8_e4m3", -1, False, True, False, torch.float32, torch.float32, (3, 31)),
+    ("fp8_e4m3", 32, False, False, True, torch.float16, torch.float32, (5, 100)),
+    ("int8", 0, False, True, True, torch.float32, torch.bfloat16, (7, 63)),
+    ("int8", -1, True, False, True, torch.bfloat16, torch.float32, (4, 256)),
+    ("int8", 5, False, False, False, torch.float32, torch.float32, (3, 31)),
+    ("int4", 0, False, False, True, torch.float32, torch.float32, (4, 31)),
+    ("int4", 32, True, True, True, torch.bfloat16, torch.float32, (6, 257)),
+    ("int4", -1, False, True, False, torch.float32, torch.float32, (2, 9000)),
+    ("fp8_e4m3", 0, False, True, True, torch.float32, torch.float32, (2, 9000)),
+    ("int4", 0, False, True, True, torch.float32, torch.bfloat16, (1, 8193)),
+    ("int8", 0, False, False, True, torch.float32, torch.float32, (1, 1)),
+)
+
+
+def check_eco(device: torch.device) -> Result:
+    """Yield codes, scales, values, magnitudes and steps over formats, granularities and dtypes."""
+    kernel = backend("thinwire.kernels.eco", "triton")
+    h = eco.Step(0.01, 0.9, 0.98, 1e-9, 0.1, 0.02, 0.1, -1.2)
+    for i, arm in enumerate(ECO_ARMS):
+        fmt, group, pow2, stochastic, adam, g_dtype, m_dtype, shape = arm
+        quantizer, hh = eco.Quantizer(fmt, group, pow2), replace(h, adam=adam)
+        stride = shape[1] + 4 * (i % 2)  # a shard of a wider matrix
+        key = replace(KEY, offset=3 * (i % 3)) if stochastic else None
+        u = None
+        if key is not None:
+            row = torch.arange(shape[0])[:, None] * stride + key.offset
+            words = key.words
+            u = random_reference.uniform(row + torch.arange(shape[1]), *words[:3])
+        gen = torch.Generator().manual_seed(i)
+        x, g, m = (torch.randn(shape, generator=gen) * s for s in (1.0, 0.1, 0.01))
+        x[shape[0] // 2, ::3] = 0.0
+        codes, scales = eco_reference.quantize(x, quantizer, u)
+        got = kernel.quantize(x.to(device), quantizer, key, None, stride)
+        yield f"codes {arm}", got[0], codes
+        yield f"scales {arm}", got[1], scales
+        out = unset(*shape, dtype=m_dtype, device=device)
+        kernel.dequantize(codes.to(device), scales.to(device), out, quantizer)
+        values = eco_reference.dequantize(codes, scales, shape[1], quantizer)
+        yield f"values {arm}", out, values.to(m_dtype)
+        g, m = g.to(g_dtype), m.to(m_dtype)
+        v = (m.float() ** 2).to(m_dtype) if adam else None
+        top = eco_reference.step_absmax(codes, scales, g, m, v, quantizer, hh)
+        copy = [None if t is None else t.to(device) for t in (codes, scales, g, m, v)]
+        yield f"magnitudes {arm}", kernel.step_absmax(*copy, quantizer, hh), top
+        for broken, given in ((False, group < 0), (True, group < 0), (False, True)):
+            if broken:
+                g = g.clone()
+                g[-1, shape[1] // 2] = NAN
+            magnitude = None
+            if given:
+                magnitude = eco_reference.step_absmax(codes, scales, g, m, v, quantizer, hh) * 1.25
+            state = (codes.clone(), scales.clone(), g, m.clone(), None if v is None else v.clone())
+            copy = [None if t is None else t.to(device, copy=True) for t in state]
+            left = kernel.step(
+                *copy, quantizer, hh, key, None if magnitude is None else magnitude.to(device),
+                stride,
+            )  # fmt: skip
+            bad = eco_reference.step(*state, quantizer, hh, u, magnitude)
+            yield f"left alone {arm}", torch.tensor(left), torch.tensor(bad)
+            for name, a, b in zip(("codes", "scales", "g", "m", "v"), copy, state, strict=True):
+                if a is not None and b is not None:
+                    yield f"step {name} {broken} {given} {arm}", a, b
+    yield from _check_stochastic_bf16(device)
+
+
+def _check_stochastic_bf16(device: torch.device) -> Result:
+    kernel = backend("thinwire.kernels.eco", "triton").stochastic_bf16
+    for n, offset in ((31, 0), (257, 5)):
+        x, (run_key, tensor, step, _) = samples(n), KEY.words
+        index = torch.arange(x.numel()) + offset
+        counter = (
+            index >> 2, index * 0, torch.full_like(index, step),
+            torch.full_like(index, tensor & 0xFFFFFFFF),
+        )  # fmt: skip
+        words = random_reference.philox(counter, run_key).gather(1, (index & 3)[:, None])[:, 0]
+        out = unset(x.numel(), dtype=torch.bfloat16, device=device)
+        kernel(x.to(device), replace(KEY, offset=offset), out)
+        yield f"stochastic bf16 {n} {offset}", out, eco_reference.stochastic_bf16(x, words)
+
+
+def check_adams(device: torch.device) -> Result:
+    """Yield dense steps, gathers and sweeps over densities, rules, dtypes and sizes."""
+    kernel = backend("thinwire.kernels.adams", "triton")
+    cases = itertools.product((0, 1, 31, 2049), (0.0, 0.05, 1.0), (True, False))
+    for i, (n, density, transfer) in enumerate(cases):
+        h = adams.Step(0.01, 0.9, 0.95, 1e-8, 0.1 * (i % 2), transfer, (1.0, 0.4)[i // 2 % 2])
+        gen = torch.Generator().manual_seed(i)
+        theta, m, r, g = (torch.randn(n, generator=gen) * s for s in (1.0, 0.1, 0.01, 1.0))
+        g = g.to(DTYPES[i % 3])
+        label = f"{n} {density} {g.dtype} {h}"
+        index = torch.randperm(n, generator=gen)[: round(n * density)].sort().values
+        dense = [theta.to(device, copy=True), m.to(device, copy=True)]
+        kernel.adams(*dense, g.to(device), h)
+        new_theta, new_m = theta.clone(), m.clone()
+        adams_reference.adams(new_theta, new_m, g, h)
+        yield f"adams theta {label}", dense[0], new_theta
+        yield f"adams m {label}", dense[1], new_m
+        x = adams_reference.gather(m, g, r, index, h.b1)
+        out = unset(index.numel(), dtype=torch.float32, device=device)
+        kernel.gather(*(t.to(device) for t in (m, g, r, index)), h.b1, out)
+        yield f"gather {label}", out, x
+        mean, kept = x * 0.7, x * 1e-3 if i % 2 else None
+        for owned, counted in ((True, False), (False, True), (True, True)):
+            a = [t.to(device, copy=True) for t in (theta, m, r, torch.full((n,), NAN))]
+            b = [theta.clone(), m.clone(), r.clone(), torch.full((n,), NAN)]
+            kernel.sweep(
+                a[0] if owned else None, a[1], g.to(device), a[2], index.to(device),
+                mean.to(device), None if kept is None else kept.to(device), h,
+                a[3] if counted else None,
+            )  # fmt: skip
+            adams_reference.sweep(
+                b[0] if owned else None, b[1], g, b[2], index, mean, kept, h,
+                b[3] if counted else None,
+            )  # fmt: skip
+            for name, got, expected in zip(("theta", "m", "r", "statistic"), a, b, strict=True):
+                yield f"sweep {name} {owned} {counted} {label}", got, expected
+
+
+def check_largest(device: torch.device) -> Result:
+    """Yield mask positions, which torch selects on a device, over sizes, ties and densities."""
+    for n, kind in itertools.product((1, 63, 4097), range(3)):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n)).abs()
+        x = (x, torch.round(2 * x), torch.zeros(n))[kind]
+        for k in sorted({1, n // 10 + 1, n}):
+            got = adams._largest_by_threshold(x.to(device), k)
+            yield f"largest {n} {kind} {k}", got, adams_reference.largest(x, k)
+
+
 CHECKS: dict[str, Callable[[torch.device], Result]] = {
     "random": check_random,
     "blockwise": check_blockwise,
     "hadamard": check_hadamard,
     "topk": check_topk,
     "bitmask": check_bitmask,
+    "eco": check_eco,
+    "adams": check_adams,
+    "largest": check_largest,
 }
 
 
