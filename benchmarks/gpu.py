@@ -1,10 +1,11 @@
 """Check every CUDA kernel against its reference on this machine's GPU, then time it.
 
     python benchmarks/gpu.py [--only NAME ...] [--out FILE]   # needs torch, numpy and triton alone
-    python benchmarks/gpu.py --interpret                      # checks alone, on the CPU, no GPU
+    python benchmarks/gpu.py --interpret                      # the checks, on the CPU, no GPU
 
-Prints JSON: per check how many comparisons were made and which differed; per kernel the median
-time and GB/s beside the device's own copy (bytes read and written, once each). Exit status: 0 all
+Prints JSON: per check how many comparisons were made and which differed; per kernel, where its
+check passed, the median time and GB/s beside the device's own copy (bytes read and written, once
+each). Exit status: 0 all
 equal, 1 something differs, 2 no GPU.
 """
 
@@ -18,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -39,26 +41,24 @@ def commit() -> str:
         return "unknown"
 
 
-def median_ms(run: Callable[[], object], repeats: int = 20) -> float:
-    """Return the median time of a call on the device, after three calls that warm up."""
+def median_ms(run: Callable[[], object], queued: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median time of a call on the device, after three calls that warm up.
+
+    `queued` keeps the device busy while the call is being launched, so that the time is the
+    device's own (but for calls that look at a result), and empties its cache.
+    """
     for _ in range(3):
         run()
     times = []
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        queued()
         start.record()
         run()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop))
     return statistics.median(times)
-
-
-def copy_gbps(device: torch.device) -> float:
-    """Return the GB/s, read and written, of the device's own copy."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / median_ms(lambda: target.copy_(source)) / 1e6
 
 
 def nbytes(*tensors: torch.Tensor) -> int:
@@ -208,35 +208,63 @@ TIMED = {
 }
 
 
-def checks(names: list[str], device: torch.device) -> dict[str, dict[str, object]]:
-    """Return per check the number of comparisons, what differed and the seconds it took."""
+def check(name: str, device: torch.device) -> dict[str, object]:
+    """Return the number of comparisons, what differed and the seconds it took."""
     from thinwire.testing.device_checks import mismatches
 
-    results: dict[str, dict[str, object]] = {}
-    for name in names:
-        start = time.perf_counter()
-        count, wrong = mismatches(name, device)
-        seconds = round(time.perf_counter() - start, 2)
-        results[name] = {"compared": count, "wrong": wrong, "seconds": seconds}
-        print(f"{name}: {count} compared, {len(wrong)} differ, {seconds} s", file=sys.stderr)
+    start = time.perf_counter()
+    count, wrong = mismatches(name, device)
+    return {"compared": count, "wrong": wrong, "seconds": round(time.perf_counter() - start, 2)}
+
+
+def check_apart(name: str) -> dict[str, object]:
+    """Run one check in a process of its own: kernels compile side by side, a fault stays there."""
+    command = [sys.executable, __file__, "--only", name, "--no-timing"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        result: dict[str, object] = json.loads(done.stdout)["checks"][name]
+    except (ValueError, KeyError):
+        tail = done.stderr.strip().splitlines()[-3:]
+        return {"compared": 0, "wrong": [f"{name} died ({done.returncode}): {' | '.join(tail)}"]}
+    return result
+
+
+def checks(names: list[str], device: torch.device, apart: bool) -> dict[str, dict[str, object]]:
+    """Return the result of each check."""
+    if apart:
+        with ThreadPoolExecutor(len(names)) as pool:
+            results = dict(zip(names, pool.map(check_apart, names), strict=True))
+    else:
+        results = {name: check(name, device) for name in names}
+    for name, result in results.items():
+        print(f"{name}: {result}"[:2000], file=sys.stderr)
     return results
 
 
-def timings(names: list[str], device: torch.device, n: int) -> list[dict[str, object]]:
-    """Return median time and bandwidth of each kernel of these checks."""
+def timings(
+    names: list[str], device: torch.device, n: int
+) -> tuple[float, list[dict[str, object]]]:
+    """Return the copy's GB/s and median time and bandwidth of each kernel of these checks."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    queued = partial(target.copy_, source)
+    copy = 2 * COPY_BYTES / median_ms(queued, queued) / 1e6
     rows: list[dict[str, object]] = []
     for name in names:
         for label, run, moved in TIMED[name](device, n) if name in TIMED else ():
-            ms = median_ms(run)
-            rows.append({"name": label, "ms": ms, "bytes": moved, "gbps": moved / ms / 1e6})
-            print(f"{label}: {ms:.3f} ms, {moved / ms / 1e6:.0f} GB/s", file=sys.stderr)
+            ms = median_ms(run, queued)
+            gbps = moved / ms / 1e6
+            row = {"name": label, "ms": ms, "bytes": moved, "gbps": gbps, "of_copy": gbps / copy}
+            rows.append(row)
+            print(f"{label}: {ms:.3f} ms, {gbps:.0f} GB/s", file=sys.stderr)
         torch.cuda.empty_cache()
-    return rows
+    return copy, rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--interpret", action="store_true", help="check on the CPU, time nothing")
+    parser.add_argument("--no-timing", action="store_true", help="check alone, in this process")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks alone")
     parser.add_argument("--elements", type=int, default=2**26, help="per timed tensor")
     parser.add_argument("--out", type=Path, help="write the JSON here as well")
@@ -266,13 +294,12 @@ def main() -> int:
         "python": platform.python_version(),
         "commit": commit(),
     }
-    results = checks(names, device)
+    alone = args.interpret or args.no_timing
+    results = checks(names, device, apart=not alone)
     report["checks"] = results
-    if not args.interpret:
-        copy = copy_gbps(device)
-        report["copy_gbps"] = copy
-        rows = timings(names, device, args.elements)
-        report["timings"] = [{**row, "of_copy": float(str(row["gbps"])) / copy} for row in rows]
+    if not alone:
+        sound = [name for name in names if not results[name]["wrong"]]
+        report["copy_gbps"], report["timings"] = timings(sound, device, args.elements)
     report["seconds"] = round(time.perf_counter() - started, 1)
     text = json.dumps(report, indent=1)
     print(text)

@@ -37,7 +37,7 @@ def recorded(module):
 def _argument(value, plain):
     """Return type, constant or None, and divisibility by 16, as a launch specializes them."""
     if isinstance(value, torch.Tensor):
-        return "*" + TYPES[value.dtype], None, value.data_ptr() % 16 == 0
+        return "*" + TYPES[value.dtype], None, value.data_ptr() % 16 == 0 and not plain
     if isinstance(value, bool):
         return "u1", None, False
     if isinstance(value, int):

@@ -21,6 +21,7 @@ from torch import Tensor
 __all__ = [
     "RANDOM",
     "bf16_bits",
+    "flip_sign",
     "floor_int",
     "fp8_code",
     "fp8_value",
@@ -127,6 +128,14 @@ def floor_int(y):
     """Return floor(y), |y| < 2^31, as int32; unlike the device's own it sees subnormals."""
     whole = y.to(tl.int32)
     return tl.where(whole.to(tl.float32) > y, whole - 1, whole)
+
+
+@triton.jit
+def flip_sign(x, negative):
+    """Return -x where `negative` (0 or 1) is set; Triton's own minus is 0 - x, which loses -0."""
+    return (x.to(tl.int32, bitcast=True) ^ (negative.to(tl.int32) << 31)).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit

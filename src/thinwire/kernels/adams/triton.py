@@ -22,7 +22,7 @@ def _moved(theta, m, v, lr, eps):
     return theta - tl.div_rn(lr * m, tl.sqrt_rn(v) + eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _adams(theta_ptr, m_ptr, g_ptr, n, lr, b1, a1, b2, a2, eps, decay,
            BLOCK: tl.constexpr):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * BLOCK
@@ -36,7 +36,7 @@ def _adams(theta_ptr, m_ptr, g_ptr, n, lr, b1, a1, b2, a2, eps, decay,
     store_tile(theta_ptr, index, end, n, _moved(decay * theta, m, v, lr, eps))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _gather(m_ptr, g_ptr, r_ptr, index_ptr, out_ptr, k, b1, a1, BLOCK: tl.constexpr):
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = tl.load(index_ptr + j, mask=j < k, other=0)
@@ -63,7 +63,7 @@ def _find(index_ptr, i, low, high, BLOCK: tl.constexpr):
     return lower, found & (tl.load(index_ptr + lower, mask=found, other=-1) == i)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _sweep(theta_ptr, m_ptr, g_ptr, r_ptr, index_ptr, mean_ptr, kept_ptr, bound_ptr, out_ptr, n,
            lr, b1, a1, b2, a2, eps, decay, clip, BLOCK: tl.constexpr, TRANSFER: tl.constexpr,
            CLIP: tl.constexpr, OWNED: tl.constexpr, KEPT: tl.constexpr,

@@ -18,7 +18,7 @@ _BLOCK = 1024
 _TILE = 512  # bytes of the bit form per program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _set_bits(index_ptr, word_ptr, k, BLOCK: tl.constexpr):
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bit = tl.load(index_ptr + j, mask=j < k, other=0)
@@ -26,7 +26,7 @@ def _set_bits(index_ptr, word_ptr, k, BLOCK: tl.constexpr):
     tl.atomic_or(word_ptr + (bit >> 5), one, mask=j < k, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wire_ptr", "nbytes"])
 def _count_bits(wire_ptr, count_ptr, nbytes, TILE: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * TILE
     q = begin + tl.arange(0, TILE)
@@ -37,7 +37,7 @@ def _count_bits(wire_ptr, count_ptr, nbytes, TILE: tl.constexpr):
     tl.store(count_ptr + tl.program_id(0), tl.sum(byte, 0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wire_ptr", "nbytes", "k"])
 def _list_bits(wire_ptr, end_ptr, index_ptr, nbytes, k, TILE: tl.constexpr):
     """Write the positions of set bits; end_ptr holds how many there are up to each tile's end."""
     begin = tl.program_id(0).to(tl.int64) * TILE
@@ -65,7 +65,7 @@ def _bound(ptr, value, size, rounds, BLOCK: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["rounds"])
+@triton.jit(do_not_specialize=["out_ptr", "k", "chunks", "rounds"])
 def _write_counts(index_ptr, out_ptr, k, chunks, rounds, BLOCK: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     count = _bound(index_ptr, (chunk + 1) * 4096, k, rounds, BLOCK)
@@ -73,7 +73,7 @@ def _write_counts(index_ptr, out_ptr, k, chunks, rounds, BLOCK: tl.constexpr):
     store_bytes(out_ptr + 2 * chunk, count.to(tl.int32), chunk < chunks, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_ptr", "k", "head"])
 def _write_pairs(index_ptr, out_ptr, k, head, BLOCK: tl.constexpr):
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(index_ptr + 2 * pair, mask=2 * pair < k, other=0).to(tl.int32) & 4095
@@ -83,7 +83,7 @@ def _write_pairs(index_ptr, out_ptr, k, head, BLOCK: tl.constexpr):
     tl.store(at + 2, (b >> 4).to(tl.uint8), mask=2 * pair + 1 < k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wire_ptr", "chunks"])
 def _read_counts(wire_ptr, count_ptr, chunks, BLOCK: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     count = load_bytes(wire_ptr + 2 * chunk, chunk < chunks, 2)
@@ -97,7 +97,7 @@ def _local(wire_ptr, head, j, mask):
     return tl.where(j % 2 == 0, word & 0xFFF, word >> 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wire_ptr", "k", "head", "n"])
 def _read_pairs(wire_ptr, end_ptr, index_ptr, bad_ptr, k, head, n, BLOCK: tl.constexpr):
     """Write a chunk's positions; end_ptr holds how many there are up to each chunk's end."""
     chunk = tl.program_id(0).to(tl.int64)

@@ -72,7 +72,7 @@ def _block_meta(x, TOP: tl.constexpr, BF16: tl.constexpr, SYM: tl.constexpr):
     return s, z, ok
 
 
-@triton.jit(do_not_specialize=["blocks", *RANDOM])
+@triton.jit(do_not_specialize=["n", "blocks", "head", *RANDOM])
 def _encode(x_ptr, out_ptr, n, blocks, head, offset, key_low, key_high, tensor, step,
             G: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr,
             BF16: tl.constexpr, SYM: tl.constexpr, SR: tl.constexpr, ALIGNED: tl.constexpr,
@@ -98,7 +98,7 @@ def _encode(x_ptr, out_ptr, n, blocks, head, offset, key_low, key_high, tensor, 
     else:
         q = round_even(tl.minimum(tl.maximum(y, -HALF), TOP - HALF)) + HALF
     q = tl.where(ok[:, None], q, 0)
-    flag = _to_meta(tl.full([ROWS], float("nan"), tl.float32), BF16)
+    FLAG: tl.constexpr = 0x7FC0 if BF16 else 0x7E00  # NaN; a device's own cast gives another
     mask = row < blocks
     if SPLIT:
         payload = out_ptr + row * WIDTH
@@ -108,9 +108,9 @@ def _encode(x_ptr, out_ptr, n, blocks, head, offset, key_low, key_high, tensor, 
         meta = payload + WIDTH
     store_codes(payload[:, None], q, mask[:, None], ROWS, G, BITS, WORDS)
     if SYM:
-        store_bytes(meta, tl.where(ok, s, flag), mask, 2)
+        store_bytes(meta, tl.where(ok, s, FLAG), mask, 2)
     else:
-        store_bytes(meta, tl.where(ok, s | (z << 16), flag << 16), mask, 4)
+        store_bytes(meta, tl.where(ok, s | (z << 16), FLAG << 16), mask, 4)
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def _values(wire_ptr, row, blocks, head, G: tl.constexpr, ROWS: tl.constexpr, BI
     return z[:, None] + s[:, None] * q.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["blocks", "messages"])
+@triton.jit(do_not_specialize=["n", "blocks", "head", "messages"])
 def _decode(wire_ptr, out_ptr, n, blocks, head, messages, wire_stride, out_stride,
             G: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr,
             BF16: tl.constexpr, SYM: tl.constexpr, WORDS: tl.constexpr,

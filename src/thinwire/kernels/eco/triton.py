@@ -1,9 +1,10 @@
 """ECO's quantizer and step on CUDA: equals `reference.py` bit for bit.
 
 Legend: a segment is a run of elements that share a scale (a row, or a group of one); a tile is
-[SEG, P], SEG segments of P elements. Segments up to 8192 elements stay in registers from load to
-store, so that a step reads and writes each tensor once; longer ones are read twice, for their
-largest magnitude and for the step. One scale for the whole tensor takes its magnitude as given.
+[SEG, P], SEG segments of P elements. Segments up to 8192 elements (4096 where FP8 is emulated) stay
+in registers from load to store, so that a step reads and writes each tensor once; longer ones are
+read twice, for their largest magnitude and for the step. One scale for the whole tensor takes its
+magnitude as given.
 """
 
 from typing import Any
@@ -38,9 +39,10 @@ from thinwire.kernels.random import RandomKey
 __all__ = ["dequantize", "quantize", "step", "step_absmax", "stochastic_bf16"]
 
 _FORMAT_CODES = {"fp8_e4m3": 0, "int8": 1, "int4": 2}
-_WHOLE = 8192  # longest segment that stays in registers
+_HALF = 4096  # half of the longest segment that stays in registers
 _BLOCK = 2048
 _CONSTANTS = ["per_row", "tiles", "segments"]
+_RANDOM = ["stride", *RANDOM]
 
 
 @triton.jit
@@ -190,7 +192,7 @@ def _finish(codes_ptr, m_ptr, v_ptr, index, code_row, first, valid, scale, t, x,
         tl.store(v_ptr + index, narrow(v, v_ptr.dtype.element_ty), mask=valid)
 
 
-@triton.jit(do_not_specialize=[*_CONSTANTS, *RANDOM])
+@triton.jit(do_not_specialize=[*_CONSTANTS, *_RANDOM])
 def _step(codes_ptr, scales_ptr, new_scales_ptr, g_ptr, m_ptr, v_ptr, top_ptr, bad_ptr,
           columns, width, size, stride, lr, b1, a1, b2, a2, eps, c1, c2, decay, inject, per_row,
           tiles, segments, offset, key_low, key_high, tensor, step, SEG: tl.constexpr,
@@ -268,7 +270,7 @@ def _step_absmax(codes_ptr, scales_ptr, g_ptr, m_ptr, v_ptr, top_ptr, columns, w
     tl.store(top_ptr + s, top.to(tl.float32, bitcast=True), mask=known)
 
 
-@triton.jit(do_not_specialize=[*_CONSTANTS, *RANDOM])
+@triton.jit(do_not_specialize=[*_CONSTANTS, *_RANDOM])
 def _quantize(x_ptr, codes_ptr, scales_ptr, top_ptr, columns, width, size, stride, per_row, tiles,
               segments, offset, key_low, key_high, tensor, step, SEG: tl.constexpr,
               P: tl.constexpr, ONE: tl.constexpr, SHARED: tl.constexpr, FMT: tl.constexpr,
@@ -316,7 +318,7 @@ def _dequantize(codes_ptr, scales_ptr, out_ptr, columns, width, size, per_row, t
         tl.store(out_ptr + index, narrow(x, out_ptr.dtype.element_ty), mask=valid)
 
 
-@triton.jit(do_not_specialize=RANDOM)
+@triton.jit(do_not_specialize=["n", *RANDOM])
 def _stochastic_bf16(x_ptr, out_ptr, n, offset, key_low, key_high, tensor, step,
                      BLOCK: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * BLOCK
@@ -342,8 +344,10 @@ class _Cut:
         self.size = quantizer.group if quantizer.group > 0 else max(columns, 1)
         self.per_row = 1 if shared else max(grid(columns, self.size), 1)
         self.segments = rows * self.per_row
+        native = quantizer.fmt == "fp8_e4m3" and has_fp8(device)
+        emulated = quantizer.fmt == "fp8_e4m3" and not native  # which takes registers of its own
         whole = max(triton.next_power_of_2(self.size), 32)
-        tile = whole if whole <= _WHOLE else _WHOLE // 2
+        tile = whole if whole <= (_HALF if emulated else 2 * _HALF) else _HALF
         self.tiles = grid(self.size, tile)
         per_block = tile_rows(tile, _BLOCK)
         self.blocks = (grid(self.segments, per_block),)
@@ -352,7 +356,7 @@ class _Cut:
         self.constants: dict[str, Any] = {
             "warps": max(4, tile * per_block // 512), "SEG": per_block, "P": tile,
             "SHARED": shared, "FMT": _FORMAT_CODES[quantizer.fmt],
-            "NATIVE": quantizer.fmt == "fp8_e4m3" and has_fp8(device),
+            "NATIVE": native,
         }  # fmt: skip
 
     def random(self, key: RandomKey | None, stride: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thinwire.kernels.device import (
     bf16_bits,
+    flip_sign,
     fp8_code,
     fp8_value,
     grid,
@@ -60,10 +61,9 @@ def _butterfly(x, SHAPE: tl.constexpr, AXIS: tl.constexpr, ONES: tl.constexpr):
     The other of a pair comes as the sum of both patterns less one's own: one shuffle, exact.
     """
     pairs = tl.reshape(x, SHAPE)
-    second = tl.reshape(tl.arange(0, 2), ONES) == 1
     bits = pairs.to(tl.int32, bitcast=True)
     other = (tl.sum(bits, AXIS, keep_dims=True) - bits).to(tl.float32, bitcast=True)
-    return other + tl.where(second, -pairs, pairs)
+    return other + flip_sign(pairs, tl.reshape(tl.arange(0, 2), ONES))
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def _rounded(x, ROUND: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["n", "groups", "tail"])
 def _encode(x_ptr, out_ptr, n, groups, tail, target, inv_root, G: tl.constexpr,
             R: tl.constexpr, V: tl.constexpr, FMT: tl.constexpr, HADAMARD: tl.constexpr,
             ALPHA: tl.constexpr, MERGE: tl.constexpr, ZERO: tl.constexpr, LIMIT: tl.constexpr,
@@ -217,7 +217,7 @@ def _encode(x_ptr, out_ptr, n, groups, tail, target, inv_root, G: tl.constexpr,
                  MERGE, ZERO, LIMIT, LOW, HIGH, NATIVE)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["groups", "messages"])
+@triton.jit(do_not_specialize=["n", "groups", "tail", "messages"])
 def _decode(wire_ptr, out_ptr, n, groups, tail, messages, wire_stride, out_stride, inv_root,
             low, high, G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, FMT: tl.constexpr,
             HADAMARD: tl.constexpr, FIELDS: tl.constexpr, NATIVE: tl.constexpr,
@@ -236,7 +236,7 @@ def _decode(wire_ptr, out_ptr, n, groups, tail, messages, wire_stride, out_strid
     store_tile(out_ptr + message * out_stride, index, end, n, x)
 
 
-@triton.jit(do_not_specialize=["groups", "messages"])
+@triton.jit(do_not_specialize=["groups", "tail", "messages"])
 def _middle(wire_ptr, out_ptr, groups, tail, messages, wire_stride, target, inv_root, low, high,
             G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, FMT: tl.constexpr,
             HADAMARD: tl.constexpr, ALPHA: tl.constexpr, MERGE: tl.constexpr,

@@ -11,7 +11,7 @@ __all__ = ["uniform"]
 _BLOCK = 2048
 
 
-@triton.jit(do_not_specialize=RANDOM)
+@triton.jit(do_not_specialize=["n", *RANDOM])
 def _uniform(out_ptr, n, offset, key_low, key_high, tensor, step,
              BLOCK: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * BLOCK

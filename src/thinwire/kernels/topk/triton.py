@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thinwire.kernels.device import (
     bf16_bits,
+    flip_sign,
     grid,
     launch,
     load_bytes,
@@ -35,6 +36,11 @@ _SYM, _PAPER, _NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _QUANTS = {"sym": 0, "paper": 1, "none": 2}
 _LANES = 128  # chunks per program of `_levels`
 _CHUNKS, _ENTRIES = 16, 64  # tile of `_pack` and `_scatter`
+# These go byte by byte: a kernel of its own for aligned arguments would gain nothing.
+_BYTES = [
+    "cell_ptr", "kept_ptr", "geo_ptr", "level_ptr", "wire_ptr", "out_ptr", "new_ptr", "bad_ptr",
+    "chunks", "values", "head", "pitch",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +117,7 @@ def _threshold(keys, k):
     return t, k - tl.sum((keys > t).to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["geo_ptr", "cell_ptr", "kept_ptr", "chunks"])
 def _select(x_ptr, old_ptr, new_ptr, geo_ptr, cell_ptr, kept_ptr, chunks, pitch, beta,
             P: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
             FEEDBACK: tl.constexpr):  # fmt: skip
@@ -143,7 +149,7 @@ def _select(x_ptr, old_ptr, new_ptr, geo_ptr, cell_ptr, kept_ptr, chunks, pitch,
     tl.store(kept_ptr + place, tl.where(flagged, float("nan"), a), mask=keep)
 
 
-@triton.jit(do_not_specialize=["chunks", "most"])
+@triton.jit(do_not_specialize=["kept_ptr", "geo_ptr", "out_ptr", "level_ptr", "chunks", "most"])
 def _levels(kept_ptr, geo_ptr, out_ptr, level_ptr, chunks, most, BF16: tl.constexpr,
             LANES: tl.constexpr):  # fmt: skip
     """Write lo, hi to the head and lo, hi, threshold fp32 [3, C], a lane per chunk."""
@@ -186,7 +192,7 @@ def _paper_code(c, step):
     return tl.where(y == y, round_even(tl.minimum(tl.maximum(y, 0.0), 3.0)), 0)
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit(do_not_specialize=["kept_ptr", "out_ptr", "level_ptr", "entries"])
 def _paper(kept_ptr, out_ptr, level_ptr, entries):
     """Write mean and table to the head and mean, step, table fp32 [6], one entry at a time."""
     count = entries.to(tl.float64)
@@ -194,6 +200,7 @@ def _paper(kept_ptr, out_ptr, level_ptr, entries):
     for i in range(entries):
         total += tl.load(kept_ptr + i).to(tl.float64)
     mean = (total / count).to(tl.float32)
+    mean = tl.where(mean == mean, mean, float("nan"))  # one pattern of NaN on every device
     total = tl.zeros([], tl.float64)
     for i in range(entries):
         total += (tl.load(kept_ptr + i) - mean).to(tl.float64)
@@ -248,7 +255,7 @@ def _code(v, chunk, mask, level_ptr, chunks, QUANT: tl.constexpr):
         code = negative.to(tl.int32) + 2 * large.to(tl.int32)
         code = tl.where(low == low, code, 0)
         value = tl.where(large, high, low)
-        value = tl.where(negative, -value, value)
+        value = flip_sign(value, negative)
     elif QUANT == _PAPER:
         mean = tl.load(level_ptr)
         code = _paper_code(v - mean, tl.load(level_ptr + 1))
@@ -259,7 +266,7 @@ def _code(v, chunk, mask, level_ptr, chunks, QUANT: tl.constexpr):
     return code, value
 
 
-@triton.jit(do_not_specialize=["chunks", "values"])
+@triton.jit(do_not_specialize=_BYTES)
 def _pack(cell_ptr, kept_ptr, geo_ptr, level_ptr, out_ptr, new_ptr, chunks, values, head, pitch,
           QUANT: tl.constexpr, WIDTH: tl.constexpr, FEEDBACK: tl.constexpr, CB: tl.constexpr,
           J: tl.constexpr):  # fmt: skip
@@ -301,7 +308,7 @@ def _wire_index(at, j, mask):
     return tl.where(mask, tl.where(j % 2 == 0, word & 0xFFF, word >> 4), -1)
 
 
-@triton.jit(do_not_specialize=["chunks", "values"])
+@triton.jit(do_not_specialize=_BYTES)
 def _scatter(wire_ptr, geo_ptr, out_ptr, bad_ptr, chunks, values, head, pitch,
              QUANT: tl.constexpr, BF16: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
              CB: tl.constexpr, J: tl.constexpr):  # fmt: skip
@@ -337,7 +344,7 @@ def _scatter(wire_ptr, geo_ptr, out_ptr, bad_ptr, chunks, values, head, pitch,
         else:
             at = wire_ptr + 4 * chunk.to(tl.int64)[:, None] + 2 * (code >> 1)
             value = _level_value(load_bytes(at, good, 2), BF16)
-            value = tl.where(code & 1 == 1, -value, value)
+            value = flip_sign(value, code & 1)
     at = out_ptr + base + row.to(tl.int64) * pitch + column
     if ADD:
         value = tl.load(at, mask=good, other=0.0) + value
