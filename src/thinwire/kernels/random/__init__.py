@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.parallel import array, backend, run
+from thinwire.kernels.random import reference
 
 __all__ = ["RandomKey", "tensor_id", "uniform"]
 
@@ -55,6 +56,9 @@ def uniform(numel: int, key: RandomKey, device: torch.device | None = None) -> T
         drawn = torch.empty(numel, device=device)
         backend("thinwire.kernels.random", "triton").uniform(drawn, run_key, tensor, step, offset)
         return drawn
+    if device is not None and device.type != "cpu":
+        index = torch.arange(offset, offset + numel, device=device)
+        return reference.uniform(index, run_key, tensor, step)
     u = torch.empty(numel)
     blocks = -(-numel // _BLOCK)
     kernel = backend("thinwire.kernels.random", "cpu").uniform
