@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import WireError
-from thinwire.kernels.bitmask import reference
 from thinwire.kernels.bitmask.reference import CHUNK, bits_nbytes, index12_nbytes
 from thinwire.kernels.parallel import array, backend
 
@@ -51,7 +50,8 @@ def from_index12(wire: Tensor, numel: int, k: int) -> Tensor:
         WireError: counts that do not add up, or positions out of order or beyond numel.
     """
     if wire.device.type == "cuda":
-        return reference.from_index12(wire, numel, k)
+        listed: Tensor = backend(_PACKAGE, "triton").from_index12(wire, numel, k)
+        return listed
     index = torch.empty(k, dtype=torch.int64)
     chunks = -(-numel // CHUNK)
     if not backend(_PACKAGE, "cpu").from_index12(array(wire), chunks, numel, array(index)):

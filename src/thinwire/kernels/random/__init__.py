@@ -52,6 +52,10 @@ def kernel_words(key: int, tensor: int, step: int) -> tuple[np.uint64, np.uint32
 def uniform(numel: int, key: RandomKey, device: torch.device | None = None) -> Tensor:
     """Return fp32 uniforms in [0, 1) for flat indices offset .. offset + numel - 1."""
     run_key, tensor, step, offset = key.words
+    if device is not None and device.type == "cuda":
+        drawn = torch.empty(numel, device=device)
+        backend("thinwire.kernels.random", "triton").uniform(drawn, run_key, tensor, step, offset)
+        return drawn
     if device is not None and device.type != "cpu":
         index = torch.arange(offset, offset + numel, device=device)
         return reference.uniform(index, run_key, tensor, step)
