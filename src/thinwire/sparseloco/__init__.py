@@ -1,0 +1,21 @@
+"""SparseLoCo: replicas far apart that exchange sparse, 2-bit pseudo-gradients every H steps."""
+
+from thinwire.sparseloco.options import Options
+from thinwire.sparseloco.partition import Partition, Verdict
+from thinwire.sparseloco.rounds import Outcome, Transport, run_round
+from thinwire.sparseloco.simulate import simulate_round
+from thinwire.sparseloco.table import Table, message_nbytes
+from thinwire.sparseloco.transport import GroupTransport
+
+__all__ = [
+    "GroupTransport",
+    "Options",
+    "Outcome",
+    "Partition",
+    "Table",
+    "Transport",
+    "Verdict",
+    "message_nbytes",
+    "run_round",
+    "simulate_round",
+]
