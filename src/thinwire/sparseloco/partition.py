@@ -32,7 +32,7 @@ from thinwire.sparseloco.message import ABSTAIN, Header, Message, pack, unpack
 from thinwire.sparseloco.options import Options
 from thinwire.sparseloco.table import HEADER_NBYTES, Record, Table
 
-__all__ = ["Delta", "Partition", "Verdict"]
+__all__ = ["Delta", "Partition", "Verdict", "fingerprint"]
 
 Delta = Callable[[str], Tensor]
 
@@ -66,6 +66,15 @@ class _Pending:
     why_abstained: str = ""
     residual: dict[str, Tensor] = field(default_factory=dict)
     sent: dict[str, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+
+
+def fingerprint(theta: Mapping[str, Tensor]) -> bytes:
+    """Return the SHA-256 of weights, tensors in the mapping's order."""
+    total = hashlib.sha256()
+    for x in theta.values():
+        if x.numel():
+            total.update(x.reshape(-1).cpu().view(torch.uint8).numpy().data)
+    return total.digest()
 
 
 class Partition:
@@ -137,11 +146,7 @@ class Partition:
 
     def fingerprint(self) -> bytes:
         """Return the SHA-256 of theta, tensors in wire order."""
-        total = hashlib.sha256()
-        for x in self.theta.values():
-            if x.numel():
-                total.update(x.reshape(-1).cpu().view(torch.uint8).numpy().data)
-        return total.digest()
+        return fingerprint(self.theta)
 
     def header(self, replica: int | None = None, tokens: int = 0) -> Header:
         """Return the header of this round's message."""

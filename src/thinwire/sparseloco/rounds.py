@@ -26,6 +26,28 @@ _DIGEST = 32
 class Transport(Protocol):
     """Carries bytes between the owners of one partition, and votes between all of them."""
 
+    @property
+    def replica(self) -> int:
+        """Return the id of this rank's replica."""
+        ...
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Return the ids of all replicas that may take part."""
+        ...
+
+    def start(self, part: Partition) -> bool:
+        """Check that replicas start from the same weights; return whether rounds have deadlines.
+
+        Raises:
+            ContractError: they don't.
+        """
+        ...
+
+    def due(self, elapsed_s: float) -> bool:
+        """Return whether a round that began `elapsed_s` ago should close before it is full."""
+        ...
+
     def exchange(self, part: Partition, message: Tensor) -> dict[int, Tensor]:
         """Return the messages of the round by replica id, this replica's included.
 
@@ -233,10 +255,21 @@ def run_round(
     votes = len(current.note) + (num_stages > 1)
     received += max(0, sum(map(len, notes)) - votes)
     if ledger is not None:
-        dense = sum(all_reduce_sent(4 * p.table.numel, len(p.roster)) for p in parts)
-        ledger.book("outer", dense_bytes=dense, wire_bytes=received, calls=len(parts))
+        _book(ledger, current.parts, received)
     outcome = current.close(finite)
     return replace(outcome, sent_bytes=sent + votes, received_bytes=received)
+
+
+def _book(ledger: Ledger, parts: Sequence[Partition], received: int) -> None:
+    dense = sum(all_reduce_sent(4 * p.table.numel, len(p.roster)) for p in parts)
+    exempt = sum(p.table.exempt_nbytes * (len(p.roster) - 1) for p in parts)
+    ledger.book(
+        "outer",
+        dense_bytes=dense,
+        wire_bytes=received,
+        exempt_bytes=min(exempt, received, dense),
+        calls=len(parts),
+    )
 
 
 def _mask(part: Partition, replicas: Sequence[int]) -> bytes:

@@ -136,6 +136,11 @@ class Table:
         return sum(r.numel for r in self.records)
 
     @property
+    def exempt_nbytes(self) -> int:
+        """Return the bytes of tensors that a message carries dense."""
+        return sum(r.nbytes for r in self.records if not r.sparse)
+
+    @property
     def density(self) -> float:
         """Return entries sent over entries of the compressed tensors."""
         sparse = [r for r in self.records if r.sparse]

@@ -51,6 +51,25 @@ class GroupTransport:
             raise ConfigError(f"{len(self.replicas)} replica ids for a group of {size} ranks")
         self._device = torch.device("cpu")
 
+    @property
+    def replica(self) -> int:
+        """Return the id of this rank's replica."""
+        return self.replicas[self._group.rank()]
+
+    def start(self, part: Partition) -> bool:
+        """Check that replicas start alike (see `rounds.Transport`); rounds have no deadlines."""
+        self._device = part.device
+        mine = torch.frombuffer(bytearray(part.fingerprint()), dtype=torch.uint8)
+        group = self._groups[part.stage] if self._groups else self._group
+        rows = self._gather(mine.to(self._device), group, "hashes of the weights")
+        hashes = (row.cpu().numpy().tobytes() for row in rows)
+        part.check_same_theta(dict(zip(self.replicas, hashes, strict=True)))
+        return False
+
+    def due(self, elapsed_s: float) -> bool:
+        """Return False: a collective waits for all."""
+        return False
+
     def exchange(self, part: Partition, message: Tensor) -> dict[int, Tensor]:
         """Return every replica's message (see `rounds.Transport`)."""
         group = self._groups[part.stage] if self._groups else self._group
