@@ -59,11 +59,15 @@ class Transport(Protocol):
         ...
 
     def vote(self, note: bytes) -> list[bytes]:
-        """Return the notes of all ranks that end this round; every rank's are equally long.
+        """Return the notes of all ranks that end this round, the same list on every rank.
 
         Raises:
             PeerError: the round cannot go on.
         """
+        ...
+
+    def ended(self, parts: Sequence[Partition]) -> None:
+        """Learn that the partitions committed or aborted the round; does not raise."""
         ...
 
 
@@ -257,6 +261,7 @@ def run_round(
     if ledger is not None:
         _book(ledger, current.parts, received)
     outcome = current.close(finite)
+    transport.ended(current.parts)
     return replace(outcome, sent_bytes=sent + votes, received_bytes=received)
 
 
