@@ -83,6 +83,7 @@ class Outcome:
         reasons: why each other replica was left out.
         why: why the round was aborted, or "".
         own: "sent" (in the mean), "left out" or "abstained: reason".
+        tokens: processed by each replica whose message was sound.
         sent_bytes: of this replica's messages and votes, once.
         received_bytes: of the peers' messages and votes.
     """
@@ -94,6 +95,7 @@ class Outcome:
     reasons: dict[int, str] = field(default_factory=dict)
     why: str = ""
     own: str = ""
+    tokens: dict[int, int] = field(default_factory=dict)
     sent_bytes: int = 0
     received_bytes: int = 0
 
@@ -203,6 +205,7 @@ class Round:
             reasons={r: text for v in self._verdicts for r, text in v.reasons.items()},
             why=why,
             own=own,
+            tokens={r: n for v in self._verdicts for r, n in v.tokens.items()},
         )
         for i, part in enumerate(self.parts):
             update = None if why else self._updates[i]
