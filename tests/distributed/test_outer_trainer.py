@@ -74,6 +74,9 @@ def root(tmp_path_factory):
         bad = config(root, "bad", SPARSE, mesh={"dp_replicate": 4, "dp_shard": 1})
         with pytest.raises(RankFailure, match="between rounds only"):
             launch(4, "trainer_cases:resumed", {"cases": [{"config": bad, "resume": step_4}]})
+        poisoned = config(root, "poisoned", SPARSE)
+        ends = launch(2, "trainer_cases:poisoned_replica", {"config": poisoned})
+        (root / "poisoned" / "ends.json").write_text(json.dumps(ends))
     return root
 
 
@@ -147,6 +150,19 @@ def test_evaluation_of_shared_and_of_local_weights(root):
     assert record["val_loss"] > 0
     assert third["step"] == 3
     assert run(root, "master")["result"]["val_weights"] == "master"
+
+
+def test_a_nan_replica_does_not_end_the_run(root):
+    """Field case H8: one NaN replica poisons all."""
+    lines = steps(root, "poisoned")
+    rounds = [s["outer"] for s in lines if "outer" in s]
+    assert rounds[0]["accepted"] == [0]
+    assert rounds[0]["left_out"] == {"1": "abstained"}
+    assert [r["accepted"] for r in rounds[1:]] == [[0, 1]] * 3
+    ends = json.loads((Path(root) / "poisoned" / "ends.json").read_text())
+    assert all(end["finite"] for end in ends)
+    assert len({h for end in ends for h in end["hashes"]}) == 1
+    assert lines[-1]["loss"] < lines[0]["loss"]
 
 
 def test_fewer_and_more_replicas_go_on(root):
