@@ -5,7 +5,7 @@ seed that the final runs don't use. Every run is written as it ends; a second ca
 there.
 
     python -m benchmarks.sparseloco_quality --data sotu --steps 3000 --seeds 3
-    python -m benchmarks.sparseloco_quality --data toy --steps 300 --lr 3e-3 --arms dense senders-sym
+    python -m benchmarks.sparseloco_quality --data toy --steps 300 --lr 3e-3 --arms dense no-clip
     python -m benchmarks.sparseloco_quality --table
 """
 

@@ -94,6 +94,9 @@ class GroupTransport:
         """Do nothing (see `rounds.Transport`)."""
 
     def _gather(self, message: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
+        home = message.device
+        if _compat.takes_cuda_only(group):
+            message = message.cuda()
         try:
             rows, _ = transport.all_gather(message, group)
         except RuntimeError as error:  # what torch raises for a lost peer and for a timeout
@@ -102,4 +105,4 @@ class GroupTransport:
                 f"a peer was lost while {what} were gathered; weights and residuals are as after "
                 f"the last committed round: resume from there ({reason})"
             ) from error
-        return rows
+        return rows.to(home)
