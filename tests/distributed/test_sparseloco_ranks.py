@@ -22,6 +22,7 @@ from thinwire.sparseloco import (
     run_round,
 )
 from thinwire.testing.ranks import run_ranks
+from thinwire.testing.transport import record_transport
 
 DIM, VOCAB = 64, 96
 LOCK = threading.Lock()
@@ -128,6 +129,19 @@ def test_ledger_counts_messages_and_votes():
         assert books.exempt_bytes == 2 * 2 * dense
         assert "outer" in ledger.check()
         assert {e.name for e in ledger.exemptions} == {n for n, s in shapes.items() if len(s) < 2}
+
+
+def test_ledger_equals_the_bytes_on_the_transport():
+    def work(rank):
+        model, ledger = net(), Ledger()
+        optimizer = adam(model)
+        SparseLoCo(model, optimizer, sync_every=2, ledger=ledger)
+        train(model, optimizer, rank, 6)
+        return ledger["outer"].wire_bytes + ledger["scalars"].wire_bytes
+
+    with record_transport() as sent:
+        booked = run_ranks(3, work)
+    assert [sent[r].nbytes for r in range(3)] == booked
 
 
 def test_one_replica_without_compression_is_inner_training():
