@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import FileStore, HashStore
 
 from tests.distributed.test_sparseloco_ranks import adam, net, train, weights
@@ -245,6 +246,33 @@ def test_stages_on_several_ranks_vote_together():
     (whole, _, _), (front, _, _), (back, _, _) = results
     assert torch.equal(whole[0].theta["w"], front[0].theta["w"])
     assert torch.equal(whole[1].theta["w"], back[0].theta["w"])
+
+
+class _Gone:
+    """A store whose connection broke after some calls."""
+
+    def __init__(self, store, calls):
+        self._store, self._left = store, calls
+
+    def __getattr__(self, name):
+        self._left -= 1
+        if self._left < 0:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("calls", [0, 2, 7, 10])
+def test_a_lost_store_is_a_peer_error_and_changes_nothing(calls):
+    sites = Sites()
+    part, link = sites.part(0, (0,)), sites.transport(0, (0,))
+    run_round([part], [delta(0)], 1, link)
+    theta, residual = part.theta["w"], part.residual["w"]
+    link.store = _Gone(link.store, calls)
+    with pytest.raises(PeerError, match="the store failed during"):
+        run_round([part], [delta(1)], 1, link)
+    assert part.theta["w"] is theta
+    assert part.residual["w"] is residual
+    assert part.round == 1
 
 
 # -- joining -----------------------------------------------------------------------------------
