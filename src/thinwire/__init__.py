@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import aquavit, codecs, comm, eco, errors, scape, schedules, taco
+    from thinwire import aquavit, codecs, comm, eco, errors, scape, schedules, sparseloco, taco
     from thinwire.comm.ledger import Ledger
     from thinwire.errors import ThinwireError
 
@@ -24,6 +24,7 @@ __all__ = [
     "errors",
     "scape",
     "schedules",
+    "sparseloco",
     "taco",
 ]
 
