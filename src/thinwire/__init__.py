@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import aquavit, codecs, comm, eco, errors, scape, schedules, taco
+    from thinwire import aquavit, codecs, comm, eco, errors, pipeline, scape, schedules, taco
     from thinwire.comm.ledger import Ledger
     from thinwire.errors import ThinwireError
 
@@ -22,6 +22,7 @@ __all__ = [
     "comm",
     "eco",
     "errors",
+    "pipeline",
     "scape",
     "schedules",
     "taco",
