@@ -172,13 +172,16 @@ def find_writes(
 
 
 def _plain(p: Tensor, name: str) -> Tensor:
-    """Return the tensor itself, or the whole of a DTensor on one rank."""
+    """Return the tensor itself, or the local part of one that is cut over its inputs at most."""
     if isinstance(p, DTensor):
-        if p.device_mesh.size() > 1:
-            raise ConfigError(
-                f"parameter {name!r} is sharded over {p.device_mesh.size()} ranks: a constrained "
-                "pipeline stage needs whole matrices (mode='lossy' does not)"
-            )
+        for axis, placement in enumerate(p.placements):
+            whole = placement.is_replicate() or placement.is_shard(p.ndim - 1)
+            if p.device_mesh.size(axis) > 1 and not (whole and p.ndim > 1):
+                raise ConfigError(
+                    f"parameter {name!r} is cut over {p.device_mesh.size(axis)} ranks as "
+                    f"{placement}: a constrained pipeline stage needs all rows of output matrices "
+                    "on a rank (mode='lossy' does not)"
+                )
         return p.to_local().detach()
     plain = p.detach()
     if type(plain) is not Tensor:

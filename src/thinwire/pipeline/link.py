@@ -190,23 +190,25 @@ class Link:
             self._side(i) == "wire" for i in range(index, self.num_stages)
         )
 
-    def check_health(self) -> float:
+    def check_health(self, group: dist.ProcessGroup | None = None) -> float:
         """Return the largest share off the subspace since the last call, over all boundaries.
+
+        Args:
+            group: ranks that must raise together, where more than the pipeline's own.
 
         Raises:
             ContractError: on every rank alike: over 1e-2 in constrained mode, or not a number.
         """
         own = max((s.take_health() for s in self.stages if s.after == "wire"), default=0.0)
         shares = torch.tensor([own], dtype=torch.float32, device=self.device)
-        if self.group is not None:
-            shares = comm.all_gather(
-                shares, None, group=self.group, link="scalars", ledger=self.ledger
-            )
+        group = group or self.group
+        if group is not None:
+            shares = comm.all_gather(shares, None, group=group, link="scalars", ledger=self.ledger)
         worst = shares.max().item()
         if self.mode == "constrained" and not worst <= HEALTH_LIMIT:
             rank = int(shares.argmax())
             raise ContractError(
-                f"a share {worst:.2g} of the activations of pipeline rank {rank} lies off the "
+                f"a share {worst:.2g} of the activations of rank {rank} lies off the "
                 "subspace in constrained mode: weights were changed without being projected "
                 "(attach the stage's constraint to the optimizer), or writes= misses a matrix"
             )

@@ -62,10 +62,31 @@ def check_layout(config: Config, sizes: dict[str, int]) -> None:
             "model.tie_embeddings needs mesh.pp 1: the first and the last stage hold one copy each"
         )
     _check_storage(config, sizes)
+    _check_boundaries(config, sizes)
     if pp > 1 and data.micro_batches < pp:
         raise ConfigError(
             f"pp {pp} needs at least {pp} micro-batches: set data.micro_batches "
             f"(now {data.micro_batches})"
+        )
+
+
+def _check_boundaries(config: Config, sizes: dict[str, int]) -> None:
+    cfg = config.systems.pipeline
+    if cfg.mode == "none":
+        return
+    if sizes["pp"] == 1 and math.prod(sizes.values()) > 1:
+        raise ConfigError(
+            "systems.pipeline compresses what crosses between stages, but mesh.pp is 1: set "
+            "mesh.pp to 2 or more, or systems.pipeline.mode none"
+        )
+    if sizes["dp_shard"] > 1 or config.compute.sequence_parallel:
+        raise ConfigError(
+            "systems.pipeline needs whole output matrices and activations on each rank of a stage: "
+            "set mesh.dp_shard 1 (dp_replicate may take the ranks) and no compute.sequence_parallel"
+        )
+    if cfg.rank > config.model.dim:
+        raise ConfigError(
+            f"systems.pipeline.rank {cfg.rank} must not exceed model.dim {config.model.dim}"
         )
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "Mesh",
     "Model",
     "Optim",
+    "Pipeline",
     "Replicas",
     "Storage",
     "Systems",
@@ -339,6 +340,29 @@ class Replicas:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """What crosses between pipeline stages, both ways (link "pipeline")."""
+
+    mode: Literal["none", "constrained", "lossy"] = "none"
+    """none sends dense activations; constrained keeps what blocks write in a subspace, so that its
+    coefficients say all; lossy projects at the boundary only."""
+    basis: Literal["random", "coord"] = "random"
+    """The subspace: random directions, or the first channels."""
+    ratio: int = 8
+    """model.dim over coefficients per token."""
+    rank: int = 0
+    """Coefficients per token; 0 takes model.dim / ratio."""
+    wire: Literal["bf16", "fp32", "int8", "int4"] = "bf16"
+    """How coefficients travel."""
+    ids: Literal["send", "local"] = "send"
+    """Token ids travel with each micro-batch, or every stage reads them itself."""
+
+    def __post_init__(self) -> None:
+        if self.ratio < 1 or self.rank < 0:
+            raise ConfigError("systems.pipeline: ratio must be >= 1 and rank >= 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Systems:
     """What compresses which link."""
 
@@ -347,6 +371,7 @@ class Systems:
     tensor: Tensor = field(default_factory=Tensor)
     storage: Storage = field(default_factory=Storage)
     replicas: Replicas = field(default_factory=Replicas)
+    pipeline: Pipeline = field(default_factory=Pipeline)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -359,6 +384,9 @@ class Evaluation:
     """Held-out sequences."""
     weights: Literal["gathered", "master"] = "gathered"
     """Evaluate the weights that training gathers (quantized, say), or the full-precision ones."""
+    boundaries: Literal["boundaries", "projected", "full"] = "boundaries"
+    """With systems.pipeline: evaluate through the compressed boundaries, without them but with
+    output matrices projected, or the weights as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from thinwire import comm, eco, taco
 from thinwire.comm import Ledger
 from thinwire.scape import Scape
+from thinwire.train.boundaries import Boundaries
 from thinwire.train.checkpoint import Checkpointer
 from thinwire.train.config import Config
 from thinwire.train.data import TrainBatches, bits_per_byte, held_out_batch
@@ -129,6 +130,10 @@ class Trainer:
         replicas = make_replicas(config, layout, model, ledger)
         if replicas.system is not None:
             systems["replicas"] = replicas.system
+        boundaries = systems.get("pipeline")
+        assert boundaries is None or isinstance(boundaries, Boundaries)
+        if boundaries is not None:
+            boundaries.attach(replicas.optimizer)
         return cls(
             config=config,
             layout=layout,
@@ -139,7 +144,7 @@ class Trainer:
             batches=batches,
             sync=replicas.sync,
             clips=replicas.clips,
-            passes=make_pass(config, layout, replicas.forward, replicas.sync, ledger),
+            passes=make_pass(config, layout, replicas.forward, replicas.sync, ledger, boundaries),
             watchdog=Watchdog(config.watchdog),
         )
 
@@ -212,6 +217,9 @@ class Trainer:
         loss = self.passes.train(x_BT.to(layout.device), y_BT.to(layout.device))
         self.sync.finish()
         taco.sum_partial_gradients(params, ledger=self.ledger)
+        boundaries = self._boundaries
+        if boundaries is not None:
+            boundaries.project_gradients()
         # Each data rank's loss is held by its tp ranks (on the last stage): count it once.
         weight = layout.data_ranks * layout.sizes["tp"]
         square_norm, mean_loss = self._sum(
@@ -227,6 +235,8 @@ class Trainer:
         self.batches.advance()
         self.step += 1
         self._check_replicas_if_due()
+        if boundaries is not None:
+            boundaries.check_health()
         record: dict[str, Any] = {
             "step": self.step,
             "loss": mean_loss,
@@ -333,9 +343,18 @@ class Trainer:
             "val_loss": self.last.get("val_loss"),
             "val_bits_per_byte": self.last.get("val_bits_per_byte"),
             "val_weights": self.config.evaluation.weights,
+            "val_boundaries": self._val_boundaries(),
             "wall_s": self.wall_s,
             "step_s_median": statistics.median(step_s) if step_s else None,
         }
+
+    @property
+    def _boundaries(self) -> Boundaries | None:
+        system = self.systems.get("pipeline")
+        return system if isinstance(system, Boundaries) else None
+
+    def _val_boundaries(self) -> str | None:
+        return self.config.evaluation.boundaries if self._boundaries is not None else None
 
     def _memory(self) -> dict[str, int]:
         """Return this rank's measured bytes, and the model's parameters."""

@@ -11,6 +11,7 @@ from thinwire.train.config import (
     Mesh,
     Model,
     Optim,
+    Pipeline,
     Replicas,
     Storage,
     Systems,
@@ -44,6 +45,16 @@ def dense_tp() -> Config:
 def dense_pp() -> Config:
     """One pipeline stage per rank (1F1B, 4 micro-batches), nothing compressed."""
     return Config(mesh=Mesh(dp_shard=1, pp=-1), data=Data(micro_batches=4))
+
+
+def _subspace(doc: str, pipeline: Pipeline) -> Recipe:
+    """Return a recipe of one stage per rank whose boundaries are compressed as given."""
+
+    def build() -> Config:
+        return replace(dense_pp(), systems=Systems(pipeline=pipeline))
+
+    build.__doc__ = doc
+    return build
 
 
 def dense_3d() -> Config:
@@ -219,6 +230,7 @@ REPLICAS: dict[str, Recipe] = {
     ),
 }
 
+_SPACE = Pipeline(mode="constrained")
 _AQUAVIT = Weights(codec="aquavit")
 _WIDTHS = Weights(codec="aquavit", levels="widths")
 
@@ -232,6 +244,23 @@ RECIPES: dict[str, Recipe] = {
     ),
     "dense-pp": dense_pp,
     "dense-3d": dense_3d,
+    "subspace-pp": _subspace("Pipeline whose boundaries carry an eighth of the channels.", _SPACE),
+    "subspace-pp-16x": _subspace(
+        "Pipeline whose boundaries carry a sixteenth of the channels.", replace(_SPACE, ratio=16)
+    ),
+    "subspace-pp-32x": _subspace(
+        "Pipeline whose boundaries carry 1/32 of the channels.", replace(_SPACE, ratio=32)
+    ),
+    "subspace-pp-coord": _subspace(
+        "subspace-pp on the first channels in place of random directions.",
+        replace(_SPACE, basis="coord"),
+    ),
+    "subspace-pp-int8": _subspace(
+        "subspace-pp with 8-bit coefficients.", replace(_SPACE, wire="int8")
+    ),
+    "subspace-pp-lossy": _subspace(
+        "subspace-pp that projects at the boundaries alone.", replace(_SPACE, mode="lossy")
+    ),
     "bf16-fsdp": _weights(
         "FSDP2 with weight gathers in bfloat16, computed in float32: the baseline of the methods.",
         Weights(codec="bf16"),
