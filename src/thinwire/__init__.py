@@ -7,7 +7,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import aquavit, codecs, comm, eco, errors, pipeline, scape, schedules, taco
+    from thinwire import (
+        aquavit,
+        codecs,
+        comm,
+        eco,
+        errors,
+        pipeline,
+        scape,
+        schedules,
+        sparseloco,
+        taco,
+    )
     from thinwire.comm.ledger import Ledger
     from thinwire.errors import ThinwireError
 
@@ -25,6 +36,7 @@ __all__ = [
     "pipeline",
     "scape",
     "schedules",
+    "sparseloco",
     "taco",
 ]
 

@@ -6,6 +6,7 @@ __all__ = [
     "ContractError",
     "DataError",
     "NonFiniteError",
+    "PeerError",
     "RunError",
     "ThinwireError",
     "WireError",
@@ -48,3 +49,7 @@ class NonFiniteError(ThinwireError, ArithmeticError):
 
 class ContractError(ThinwireError):
     """A requested compression did not carry the bytes (`Ledger.check`)."""
+
+
+class PeerError(ThinwireError):
+    """A peer was lost in a collective, or this rank cannot follow what its peers agreed on."""

@@ -37,6 +37,10 @@ def test_equals_reference(shape):
             y = torch.empty(1, n, dtype=dtype)
             reference.decode(wire[None], y, geo, codec.quant, codec.level)
             assert same(codec.decode(wire, n, dtype), y[0]), (codec, name)
+            if n:
+                entries = reference.entries(wire, geo, codec.quant, codec.level)
+                for a, b in zip(codec.entries(wire, n), entries, strict=True):
+                    assert same(a, b), (codec, name)
 
 
 @pytest.mark.parametrize("shape", [(4097,), (100, 257)])
@@ -167,6 +171,8 @@ def test_impossible_indices_raise():
         codec.decode(wire, 25700, torch.float32)
     with pytest.raises(WireError, match="indices"):
         codec.decode_sum(wire[None], 25700, torch.float32)
+    with pytest.raises(WireError, match="indices"):
+        codec.entries(wire, 25700)
 
 
 def test_nonfinite_chunks_are_flagged():

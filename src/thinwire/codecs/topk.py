@@ -123,6 +123,19 @@ class TopK:
         kernel.decode_(rows, out if out.dim() == 2 else out.unsqueeze(0), *self._args(numel))
         return out
 
+    def entries(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return what one message [W] holds: flat positions int64 [K] and fp32 values [K].
+
+        Raises:
+            WireError: indices that no encoder writes.
+        """
+        check_wire(wire, self.wire_nbytes(numel, torch.float32), self)
+        count = self.geometry(numel).entries
+        position = torch.empty(count, dtype=torch.int64, device=wire.device)
+        value = torch.empty(count, device=wire.device)
+        kernel.entries_(wire, position, value, *self._args(numel))
+        return position, value
+
     def decode_sum(self, wires: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the fp32 sum [N] of R buffers [R, W] in rank order."""
         rows = check_wire(wires, self.wire_nbytes(numel, dtype), self)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.errors import WireError
 from thinwire.kernels.parallel import DTYPE_CODES, array, backend, run
+from thinwire.kernels.topk import reference
 from thinwire.kernels.topk.geometry import Geometry, geometry
 from thinwire.kernels.topk.reference import LEVELS, head_nbytes, wire_nbytes
 
@@ -20,6 +21,7 @@ __all__ = [
     "add_",
     "decode_",
     "encode_",
+    "entries_",
     "feedback_",
     "geometry",
     "wire_nbytes",
@@ -133,6 +135,37 @@ def add_(
         _refuse(
             sum(run(kernel, geo.chunks, geo.entries, wire, total, *_decode_args(geo, quant, level)))
         )
+
+
+@torch.library.custom_op(
+    "thinwire::topk_entries", mutates_args=("position", "value"), device_types="cpu"
+)
+def entries_(
+    wire: Tensor, position: Tensor, value: Tensor, shape: list[int], k: int, chunking: str,
+    tile: int, quant: str, level: str,
+) -> None:  # fmt: skip
+    """Write the flat positions int64 [K] and the fp32 values [K] that wire [W] holds.
+
+    Raises:
+        WireError: indices that no encoder writes.
+    """
+    geo = geometry(tuple(shape), k, chunking, tile)
+    if geo.entries:
+        kernel = backend(_PACKAGE, "cpu").entries
+        args = (array(wire), array(position), array(value), *_decode_args(geo, quant, level))
+        _refuse(sum(run(kernel, geo.chunks, geo.entries, *args)))
+
+
+@entries_.register_kernel("cuda")
+def _entries_cuda(
+    wire: Tensor, position: Tensor, value: Tensor, shape: list[int], k: int, chunking: str,
+    tile: int, quant: str, level: str,
+) -> None:  # fmt: skip
+    geo = geometry(tuple(shape), k, chunking, tile)
+    if geo.entries:
+        at, v = reference.entries(wire, geo, quant, level)
+        position.copy_(at)
+        value.copy_(v)
 
 
 @encode_.register_kernel("cuda")

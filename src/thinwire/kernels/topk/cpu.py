@@ -24,7 +24,7 @@ from thinwire.kernels.bits import (
 )
 from thinwire.kernels.parallel import inline, jit
 
-__all__ = ["add", "decode", "encode", "paper_codes", "paper_residual"]
+__all__ = ["add", "decode", "encode", "entries", "paper_codes", "paper_residual"]
 
 _I32, _U8, _U16, _U32, _F32, _F64 = (
     np.int32, np.uint8, np.uint16, np.uint32, np.float32, np.float64,
@@ -544,4 +544,57 @@ def add(
             continue
         for j in range(kc):
             out[base[c] + (cells[j] // w) * pitch + cells[j] % w] += v[j]
+    return bad
+
+
+@jit
+def entries(
+    start: Any,
+    stop: Any,
+    wire: Any,
+    position: Any,
+    value: Any,
+    quant: Any,
+    bf16: Any,
+    head_bytes: Any,
+    index_bytes: Any,
+    base: Any,
+    height: Any,
+    width: Any,
+    k: Any,
+    first: Any,
+    index_at: Any,
+    code_at: Any,
+    pitch: Any,
+    tile_width: Any,
+    most: Any,
+) -> Any:
+    """List flat positions and values of chunks start..stop; return how many cannot be."""
+    cells, v = np.empty(most, np.int64), np.empty(most, np.float32)
+    bad = 0
+    for c in range(start, stop):
+        w, kc = width[c], k[c]
+        good = _chunk_entries(
+            wire,
+            c,
+            quant,
+            bf16,
+            head_bytes,
+            index_bytes,
+            height[c],
+            w,
+            kc,
+            first[c],
+            index_at[c],
+            code_at[c],
+            tile_width,
+            cells,
+            v,
+        )
+        if not good:
+            bad += 1
+            continue
+        for j in range(kc):
+            position[first[c] + j] = base[c] + (cells[j] // w) * pitch + cells[j] % w
+            value[first[c] + j] = v[j]
     return bad

@@ -24,7 +24,7 @@ from thinwire.errors import WireError
 from thinwire.kernels.rounding import sqrt
 from thinwire.kernels.topk.geometry import Geometry
 
-__all__ = ["LEVELS", "decode", "encode", "feedback", "wire_nbytes"]
+__all__ = ["LEVELS", "decode", "encode", "entries", "feedback", "wire_nbytes"]
 
 LEVELS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -164,7 +164,7 @@ def _ragged(section: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return out, used
 
 
-def _entries(wire: Tensor, geo: Geometry, quant: str, level: str) -> tuple[Tensor, Tensor]:
+def entries(wire: Tensor, geo: Geometry, quant: str, level: str) -> tuple[Tensor, Tensor]:
     """Return flat positions int64 [K] and fp32 values [K] of a message.
 
     Raises:
@@ -209,7 +209,7 @@ def decode(wires: Tensor, out: Tensor, geo: Geometry, quant: str, level: str) ->
     out.zero_()
     for wire, row in zip(wires, out, strict=True):
         if geo.entries:
-            position, value = _entries(wire, geo, quant, level)
+            position, value = entries(wire, geo, quant, level)
             row[position] = value.to(out.dtype)
 
 
