@@ -94,12 +94,15 @@ class Constraint:
     def anchor(self, name: str, weight: Tensor) -> Tensor:
         """Return where a projected start from `weight` lies: what deltas are measured against.
 
-        Output matrices give P W. Embedding rows stay as they are: T_perp + T_S is the row itself.
-        Other names give the weight back.
+        Output matrices give P W, embedding rows T_perp + (E - T_perp) P, bit for bit what `project`
+        makes of them. Other names give the weight back.
         """
-        if name not in self.writes:
-            return weight
-        return self.basis.keep_columns(weight).to(weight.dtype)
+        if name in self.writes:
+            return self.basis.keep_columns(weight).to(weight.dtype)
+        if name in self.rows:
+            fixed = self.rows[name][1]
+            return (fixed + self.basis.keep_rows(weight - fixed)).to(weight.dtype)
+        return weight
 
     def attach(self, optimizer: Optimizer) -> "Attached":
         """Project gradients before each of the optimizer's steps, weights after it."""

@@ -176,7 +176,7 @@ class Link:
         )
         if constraint is not None:
             constraint.project()
-            if check and self.tables is not None:
+            if check and self.tables is not None and stage.after != "none":
                 where = f"stage {index}"
                 probe(module, constraint, self.tables, first=index == 0, where=where)
         self.stages.append(stage)
