@@ -89,7 +89,7 @@ def test_replicas_learn_and_end_rounds_bit_equal():
     for losses, held, outer, _ in results:
         assert losses[-1] < 0.6 * losses[0]
         assert outer.rounds == {"committed": 12, "aborted": 0, "left_out": 0}
-        assert outer.metrics()["outer_accepted"] == [0, 1, 2]
+        assert outer.metrics()["accepted"] == [0, 1, 2]
         for name, x in held.items():
             assert torch.equal(x, results[0][1][name])
         if outer.steps == 0:
@@ -320,6 +320,42 @@ def test_rounds_by_hand():
         return outcome
 
     assert all(o.committed for o in run_ranks(2, work))
+
+
+def test_checkpoint_tools_that_probe_the_optimizer_do_not_count():
+    """DCP makes an optimizer create its state by a step with rate 0 and zero gradients."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    def work(rank):
+        model = net()
+        optimizer = adam(model)
+        outer = SparseLoCo(model, optimizer, sync_every=1)
+        get_state_dict(model, optimizer)
+        assert outer.steps == 0
+        assert outer.last is None
+        train(model, optimizer, rank, 1)
+        assert outer.last.committed
+
+    run_ranks(2, work)
+
+
+def test_shared_weights_for_evaluation():
+    def work(rank):
+        model = shard(net(), 4)
+        sites = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        optimizer = adam(model)
+        outer = SparseLoCo(model, optimizer, sync_every=2, group=sites)
+        train(model, optimizer, rank // 2, 2)
+        shared = weights(model)
+        train(model, optimizer, rank // 2, 1, start=2)
+        local = weights(model)
+        with outer.shared_weights():
+            inside = weights(model)
+        assert all(torch.equal(inside[n], shared[n]) for n in shared)
+        assert all(torch.equal(x, local[n]) for n, x in weights(model).items())
+        assert not torch.equal(local["up.weight"], shared["up.weight"])
+
+    run_ranks(4, work)
 
 
 # -- resume ------------------------------------------------------------------------------------

@@ -148,3 +148,16 @@ def one_raises(payload):
     if dist.get_rank() == 1:
         raise DataError("rank 1 alone cannot read its data")
     dist.barrier()
+
+
+def poisoned_replica(payload):
+    """Put one NaN into the weights of the last of several replicas that train apart."""
+    trainer = Trainer.build(from_dict(payload["config"]), torch.device("cpu"))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        with torch.no_grad():
+            trainer.model.head.weight[-1, 0] = torch.nan
+    trainer.run(progress=False)
+    finite = all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
+    hashes = [None] * dist.get_world_size()
+    dist.all_gather_object(hashes, trainer.systems["outer"].loop.partition.fingerprint().hex())
+    return {"finite": finite, "hashes": hashes}

@@ -193,3 +193,20 @@ def test_command_line(tmp_path, capsys):
     for bad in (["report"], ["report", str(tmp_path / "none")], ["report", str(run), "--foo"]):
         assert cli.main(bad) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_outer_rounds_show_who_was_left_out(tmp_path):
+    lines = metrics_lines(4)
+    good = {"committed": True, "accepted": [0, 1], "left_out": {}, "tokens": {"0": 512, "1": 512}}
+    lines[1]["outer"] = good
+    lines[2]["outer"] = good | {
+        "accepted": [0],
+        "left_out": {"1": "no message"},
+        "tokens": {"0": 9},
+    }
+    lines[3]["outer"] = {"committed": False, "why": "replicas disagree", "accepted": []}
+    found = page(make_run(tmp_path, lines=lines), out=tmp_path / "page.html")
+    rows = [" | ".join(row) for row in found.rows]
+    assert any(row.startswith("0 | 2 | 0 | 521") for row in rows)
+    assert any(row.startswith("1 | 1 | 1 | 512") and "no message (1x)" in row for row in rows)
+    assert "2 rounds committed, 1 aborted: replicas disagree." in " ".join(found.text)

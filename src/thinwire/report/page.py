@@ -12,6 +12,7 @@ from thinwire.report.compare_page import write_compare
 from thinwire.report.curves import extra_charts, loss_charts
 from thinwire.report.load import Run, load_run
 from thinwire.report.markup import Column, Html, details, document, el, join, save, table
+from thinwire.report.rounds import round_table
 from thinwire.report.tables import (
     byte_table,
     config_differences,
@@ -117,6 +118,7 @@ def _page(runs: Sequence[Run]) -> Html:
         _notes(runs),
         _curves(runs),
         _section("What crossed each link", runs, _bytes),
+        _rounds(runs),
         _section("Exemptions", runs, lambda run: exemption_table(run.exemptions)),
         _layers(runs),
         el("h2", {}, "Memory"),
@@ -254,6 +256,13 @@ def _section(title: str, runs: Sequence[Run], body: Callable[[Run], Html]) -> Ht
     for run in runs:
         parts += [el("h3", {}, run.name)] * (len(runs) > 1) + [body(run)]
     return join(parts)
+
+
+def _rounds(runs: Sequence[Run]) -> Html:
+    apart = [run for run in runs if any(isinstance(m.get("outer"), dict) for m in run.metrics)]
+    if not apart:
+        return Html("")
+    return _section("Outer rounds", apart, lambda run: round_table(run.metrics))
 
 
 def _layers(runs: Sequence[Run]) -> Html:

@@ -1,12 +1,14 @@
 """The outer loop around any inner optimizer: count steps, close rounds, hand weights back."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from thinwire.comm import Ledger
@@ -89,7 +91,7 @@ class OuterLoop:
         self._handle = None
         if inner_optimizer is not None:
             _check_covers(inner_optimizer, self.inner)
-            self._handle = inner_optimizer.register_step_post_hook(lambda *_: self.step())
+            self._handle = inner_optimizer.register_step_post_hook(self._stepped)
 
     def initial(self) -> dict[str, Tensor]:
         """Return whole copies of the parameters on the leader, nothing elsewhere; collective."""
@@ -103,6 +105,10 @@ class OuterLoop:
     def count(self, tokens: int) -> None:
         """Add tokens that this replica processed, for its weight in the mean."""
         self.tokens += tokens
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if not _is_probe(optimizer):
+            self.step()
 
     def step(self) -> None:
         """Count an inner step; end the round when it is full or its deadline has passed."""
@@ -170,18 +176,36 @@ class OuterLoop:
         tokens = self.tokens or self.progress
         return self.inner.lead(lambda: core.sync(delta, tokens, abstain))
 
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Hold the shared weights in the parameters inside the block, as for evaluation.
+
+        Collective over the inner group.
+        """
+        held = {name: _local(p).clone() for name, p in self.inner.params.items()}
+        self.inner.place(None if self.core is None else self.core.theta)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, p in self.inner.params.items():
+                    _local(p).copy_(held[name])
+
     def metrics(self) -> dict[str, Any]:
-        """Return figures of the last round: who was in the mean, and bytes."""
+        """Return how the last round ended: who was in the mean and who was not, and bytes."""
         if self.last is None:
             return {}
+        left_out = {str(r): why for r, why in self.last.reasons.items()}
+        left_out |= {str(r): "abstained" for r in self.last.abstained}
         return {
-            "outer_round": self.last.round,
-            "outer_committed": int(self.last.committed),
-            "outer_accepted": list(self.last.accepted),
-            "outer_left_out": {str(r): why for r, why in self.last.reasons.items()}
-            | {str(r): "abstained" for r in self.last.abstained},
-            "outer_sent_bytes": self.last.sent_bytes,
-            "outer_received_bytes": self.last.received_bytes,
+            "round": self.last.round,
+            "committed": self.last.committed,
+            "why": self.last.why,
+            "accepted": list(self.last.accepted),
+            "left_out": left_out,
+            "tokens": {str(r): n for r, n in self.last.tokens.items()},
+            "sent_bytes": self.last.sent_bytes,
+            "received_bytes": self.last.received_bytes,
         }
 
     def detach(self) -> None:
@@ -246,6 +270,19 @@ def _check_covers(optimizer: Optimizer, inner: Inner) -> None:
             f"the inner optimizer does not step {missing[0]!r} ({len(missing)} such parameters): "
             "give it the model's parameters, or freeze those it leaves out"
         )
+
+
+def _local(p: Tensor) -> Tensor:
+    data = p.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def _is_probe(optimizer: Optimizer) -> bool:
+    """Tell the step by which torch's checkpoint tools make an optimizer create its state."""
+    if any(float(group.get("lr", 1.0)) != 0.0 for group in optimizer.param_groups):
+        return False
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return not any(bool(_local(g).any()) for g in grads if g is not None)
 
 
 def _zero_moments(optimizer: Optimizer) -> None:

@@ -45,12 +45,14 @@ class Verdict:
         accepted: replicas whose messages are sound and don't abstain, ascending.
         abstained: replicas that sent a sound message without a share in the mean.
         reasons: why each other replica of the roster is left out.
+        tokens: what each replica with a sound message says it processed.
         digest: names accepted replicas and their messages; equal digests mean equal means.
     """
 
     accepted: tuple[int, ...]
     abstained: tuple[int, ...]
     reasons: dict[int, str]
+    tokens: dict[int, int]
     digest: bytes
 
 
@@ -266,7 +268,8 @@ class Partition:
             total.update(replica.to_bytes(4, "little") + message.header.payload_sha)
             self._messages[replica] = message
             (abstained if message.header.abstains else accepted).append(replica)
-        return Verdict(tuple(accepted), tuple(abstained), reasons, total.digest())
+        tokens = {r: m.header.tokens for r, m in self._messages.items()}
+        return Verdict(tuple(accepted), tuple(abstained), reasons, tokens, total.digest())
 
     @torch.no_grad()
     def update(self, accepted: Sequence[int]) -> dict[str, Tensor] | None:

@@ -59,11 +59,15 @@ class Transport(Protocol):
         ...
 
     def vote(self, note: bytes) -> list[bytes]:
-        """Return the notes of all ranks that end this round; every rank's are equally long.
+        """Return the notes of all ranks that end this round, the same list on every rank.
 
         Raises:
             PeerError: the round cannot go on.
         """
+        ...
+
+    def ended(self, parts: Sequence[Partition]) -> None:
+        """Learn that the partitions committed or aborted the round; does not raise."""
         ...
 
 
@@ -79,6 +83,7 @@ class Outcome:
         reasons: why each other replica was left out.
         why: why the round was aborted, or "".
         own: "sent" (in the mean), "left out" or "abstained: reason".
+        tokens: processed by each replica whose message was sound.
         sent_bytes: of this replica's messages and votes, once.
         received_bytes: of the peers' messages and votes.
     """
@@ -90,6 +95,7 @@ class Outcome:
     reasons: dict[int, str] = field(default_factory=dict)
     why: str = ""
     own: str = ""
+    tokens: dict[int, int] = field(default_factory=dict)
     sent_bytes: int = 0
     received_bytes: int = 0
 
@@ -199,6 +205,7 @@ class Round:
             reasons={r: text for v in self._verdicts for r, text in v.reasons.items()},
             why=why,
             own=own,
+            tokens={r: n for v in self._verdicts for r, n in v.tokens.items()},
         )
         for i, part in enumerate(self.parts):
             update = None if why else self._updates[i]
@@ -257,6 +264,7 @@ def run_round(
     if ledger is not None:
         _book(ledger, current.parts, received)
     outcome = current.close(finite)
+    transport.ended(current.parts)
     return replace(outcome, sent_bytes=sent + votes, received_bytes=received)
 
 

@@ -15,6 +15,7 @@ from thinwire.sparseloco.outer import OuterLoop
 from thinwire.sparseloco.partition import Delta, Partition
 from thinwire.sparseloco.rounds import Outcome, Transport, run_round
 from thinwire.sparseloco.saved import load_partition
+from thinwire.sparseloco.store import StoreTransport
 from thinwire.sparseloco.transport import GroupTransport
 
 __all__ = ["SparseLoCo"]
@@ -44,6 +45,9 @@ class SparseLoCo(OuterLoop):
         inner_group: all ranks of this replica; None: one rank, or the one mesh axis that the
             parameters lie on. Its rank 0 leads.
         transport: in place of `group`, such as a `StoreTransport`.
+        join: enter a run that is under way (needs a transport that can): take the shared weights
+            from its replicas at their next round boundary, with an empty residual, and abstain from
+            the first round. Give the inner optimizer some 30 warm-up steps.
         ledger: books every byte on link "outer".
         device: where theta and residuals live, "cpu" say; None: beside the parameters.
 
@@ -69,6 +73,7 @@ class SparseLoCo(OuterLoop):
         group: dist.ProcessGroup | None = None,
         inner_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
+        join: bool = False,
         ledger: Ledger | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -82,9 +87,18 @@ class SparseLoCo(OuterLoop):
         def build() -> bool:
             link = transport or _group_transport(group, self.inner.size)
             self.core = _SparseCore(whole, self.options, link, ledger, where)
-            return self.core.start()
+            return self.core.join() if join else self.core.start()
 
         self._watches_clock = self.inner.lead(build)
+        if join:
+            self.inner.place(None if self.core is None else self.core.theta)
+        self._joined = join
+
+    def end_round(self, *, abstain: str = "") -> Outcome:
+        """Agree with the other replicas now; collective (see `OuterLoop.end_round`)."""
+        outcome = super().end_round(abstain=abstain or ("just joined" if self._joined else ""))
+        self._joined = False
+        return outcome
 
     @property
     def partition(self) -> Partition:
@@ -129,6 +143,13 @@ class _SparseCore:
     def start(self) -> bool:
         """Check that replicas start alike; return whether rounds have deadlines."""
         return self.transport.start(self.part)
+
+    def join(self) -> bool:
+        """Enter a run under way; return whether rounds have deadlines."""
+        if not isinstance(self.transport, StoreTransport):
+            raise ConfigError("join needs a StoreTransport: a process group has fixed members")
+        self.transport.join([self.part])
+        return self.transport.deadline is not None
 
     @property
     def theta(self) -> dict[str, Tensor]:

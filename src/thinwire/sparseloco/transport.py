@@ -90,6 +90,9 @@ class GroupTransport:
         rows = self._gather(mine, self._vote, "the votes")
         return [row.cpu().numpy().tobytes()[:n] for row, n in zip(rows, lengths, strict=True)]
 
+    def ended(self, parts: Sequence[Partition]) -> None:
+        """Do nothing (see `rounds.Transport`)."""
+
     def _gather(self, message: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
         try:
             rows, _ = transport.all_gather(message, group)

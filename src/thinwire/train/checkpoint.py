@@ -31,9 +31,10 @@ from thinwire import eco
 from thinwire.errors import CheckpointError
 from thinwire.train.config import Config
 from thinwire.train.model import Transformer
+from thinwire.train.outer import OuterSystem
 from thinwire.train.parse import config_hash, to_dict
 from thinwire.train.replicas import ReplicaSystem
-from thinwire.train.saved import META, check_same, find_checkpoint, read_meta
+from thinwire.train.saved import META, check_same, find_checkpoint, read_meta, replica_key
 from thinwire.train.systems import System
 
 __all__ = ["Checkpointer"]
@@ -95,7 +96,7 @@ class Checkpointer:
         meta = read_meta(path)
         check_same(path, meta["config"], self.config)
         for system in self.systems.values():
-            if isinstance(system, ReplicaSystem):
+            if isinstance(system, ReplicaSystem | OuterSystem):
                 system.expect(meta["mesh"])
         model, optimizer = get_state_dict(self.model, self.optimizer, options=OPTIONS)
         state = self._saved(model, optimizer)
@@ -104,12 +105,12 @@ class Checkpointer:
         except CheckpointException as error:
             raise CheckpointError(f"cannot load checkpoint {path}: {_reason(error)}") from None
         # Reading went into the tensors of `model`, stored weights through views of their parts.
-        eco.load_plain_state_dict(self.model, state["model"])
+        eco.load_plain_state_dict(self.model, self._own(state["model"]))
         set_state_dict(
             self.model,
             self.optimizer,
             model_state_dict=model,
-            optim_state_dict=state["optimizer"],
+            optim_state_dict=self._own(state["optimizer"]),
             options=OPTIONS,
         )
         for name, system in self.systems.items():
@@ -122,7 +123,19 @@ class Checkpointer:
     def _saved(self, model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
         systems = {name: system.state_dict() for name, system in self.systems.items()}
         plain = eco.plain_state_dict(model)
+        outer = self.systems.get("outer")
+        if isinstance(outer, OuterSystem):
+            # Between rounds replicas differ: each saves its own.
+            plain, optimizer = (
+                {replica_key(outer.heir): plain},
+                {replica_key(outer.heir): optimizer},
+            )
         return {"model": plain, "optimizer": optimizer, "systems": systems}
+
+    def _own(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Invert what `_saved` did to weights and optimizer for replicas that train apart."""
+        outer = self.systems.get("outer")
+        return part[replica_key(outer.heir)] if isinstance(outer, OuterSystem) else part
 
     def _on_rank_0(self, action: Any) -> str | None:
         """Run `action` on rank 0; return why it failed, to every rank."""

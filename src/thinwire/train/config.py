@@ -18,6 +18,7 @@ __all__ = [
     "Mesh",
     "Model",
     "Optim",
+    "Outer",
     "Pipeline",
     "Replicas",
     "Storage",
@@ -363,6 +364,49 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Outer:
+    """Replicas (dp_replicate) that train apart and agree every few steps (link "outer")."""
+
+    method: Literal["none", "sparseloco", "diloco"] = "none"
+    """sparseloco exchanges sparse 2-bit messages; diloco averages dense, with outer momentum
+    (momentum 0 and alpha 1: plain local SGD)."""
+    sync_every: int = 30
+    """Inner steps of a round; the run's last step ends one too."""
+    alpha: float = 1.0
+    """Outer learning rate."""
+    momentum: float = 0.9
+    """Nesterov momentum of diloco."""
+    codec: Literal["fp32", "bf16", "int8"] = "fp32"
+    """How diloco's messages travel."""
+    beta: float = 0.95
+    """Decay of sparseloco's residual."""
+    k: int = 64
+    """Entries per 4096 that sparseloco sends."""
+    quant: Literal["sym", "paper", "none"] = "sym"
+    """Its values: two levels per tile, four per tensor (2 bits each), or fp32."""
+    level_dtype: Literal["fp16", "bf16"] = "fp16"
+    """Type of the two levels."""
+    chunking: Literal["pad", "paper", "reference"] = "pad"
+    """How tensors are cut."""
+    small_dense: bool = True
+    """Send small and one-dimensional tensors dense."""
+    aggregate: Literal["senders", "replicas"] = "senders"
+    """Average an element over the replicas that sent it, or over all."""
+    weights: Literal["tokens", "equal"] = "tokens"
+    """What a replica counts by."""
+    median_clip: Literal["auto", "off"] = "auto"
+    """Scale loud replicas down to the median norm, from three replicas on."""
+    min_quorum: int = 1
+    """Messages that a round needs."""
+    check_every: int = 10
+    """Rounds between comparisons of the shared weights' hash; 0 never compares."""
+
+    def __post_init__(self) -> None:
+        if self.sync_every < 1 or self.k < 1:
+            raise ConfigError("systems.outer: sync_every and k must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Systems:
     """What compresses which link."""
 
@@ -372,6 +416,7 @@ class Systems:
     storage: Storage = field(default_factory=Storage)
     replicas: Replicas = field(default_factory=Replicas)
     pipeline: Pipeline = field(default_factory=Pipeline)
+    outer: Outer = field(default_factory=Outer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

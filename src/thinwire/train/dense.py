@@ -24,7 +24,7 @@ from thinwire.train.config import Config, Model
 from thinwire.train.model import Transformer, build
 from thinwire.train.optim import store_weights
 from thinwire.train.parse import from_dict
-from thinwire.train.saved import newest_checkpoint, read_meta, run_folder
+from thinwire.train.saved import newest_checkpoint, read_meta, replica_key, run_folder
 
 __all__ = ["export_run", "from_hf_name", "hf_config", "load_dense", "main", "to_hf_name"]
 
@@ -152,12 +152,15 @@ def export_run(folder: Path, out: Path, names: str) -> Path:
     model = build(config.model, config.data.seq_len_tokens, config.seed)
     if config.systems.storage.fmt != "dense":
         store_weights(config.systems.storage, model)
-    state = {"model": eco.plain_state_dict(model.state_dict())}
+    plain = eco.plain_state_dict(model.state_dict())
+    # Replicas that train apart are equal at the end of a round; between, the first one counts.
+    apart = config.systems.outer.method != "none"
+    state = {"model": {replica_key(0): plain} if apart else plain}
     try:
         load(state, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise CheckpointError(f"cannot read checkpoint {checkpoint}: {error}") from None
-    eco.load_plain_state_dict(model, state["model"])
+    eco.load_plain_state_dict(model, plain)
     dense = {k: v.contiguous() for k, v in eco.dense_state_dict(model).items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     if names == "hf":

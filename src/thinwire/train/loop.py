@@ -38,6 +38,7 @@ from thinwire.train.mesh import Layout, make_layout, parallel_model
 from thinwire.train.metrics import MetricsFile, peak_nbytes, versions, write_run
 from thinwire.train.model import Transformer
 from thinwire.train.optim import lr_schedule
+from thinwire.train.outer import OuterSystem, attach_outer
 from thinwire.train.parse import config_hash, to_dict
 from thinwire.train.passes import Pass, make_pass
 from thinwire.train.replicas import Sync, make_replicas
@@ -134,6 +135,9 @@ class Trainer:
         assert boundaries is None or isinstance(boundaries, Boundaries)
         if boundaries is not None:
             boundaries.attach(replicas.optimizer)
+        outer = attach_outer(config, layout, model, replicas.optimizer, ledger)
+        if outer is not None:
+            systems["outer"] = outer
         return cls(
             config=config,
             layout=layout,
@@ -220,20 +224,20 @@ class Trainer:
         boundaries = self._boundaries
         if boundaries is not None:
             boundaries.project_gradients()
-        # Each data rank's loss is held by its tp ranks (on the last stage): count it once.
-        weight = layout.data_ranks * layout.sizes["tp"]
-        square_norm, mean_loss = self._sum(
-            torch.stack([local_square_norm(params, layout), loss.double() / weight])
-        )
-        grad_norm = math.sqrt(square_norm)
+        mean_loss, grad_norm, own_norm = self._agree(loss, local_square_norm(params, layout))
         self.watchdog.check(self.step, mean_loss, grad_norm)
         max_norm = self.config.optim.max_norm
-        if max_norm and grad_norm > max_norm and not self.clips:
-            scale_gradients(params, max_norm / grad_norm)
+        if max_norm and own_norm > max_norm and not self.clips:
+            scale_gradients(params, max_norm / own_norm)
+        outer = self._outer
+        if outer is not None:
+            outer.count(x_BT.numel() * layout.sizes["dp_shard"])
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.batches.advance()
         self.step += 1
+        if outer is not None and self.step == self.config.steps:
+            outer.finish()
         self._check_replicas_if_due()
         if boundaries is not None:
             boundaries.check_health()
@@ -249,6 +253,34 @@ class Trainer:
         for system in self.systems.values():
             record |= system.metrics()
         return record
+
+    @property
+    def _outer(self) -> OuterSystem | None:
+        system = self.systems.get("outer")
+        return system if isinstance(system, OuterSystem) else None
+
+    def _agree(self, loss: torch.Tensor, square_norm: torch.Tensor) -> tuple[float, float, float]:
+        """Return mean loss, gradient norm, and the norm that bounds this replica's step.
+
+        Replicas that train apart have a norm each (the second value is their root mean square), and
+        one that is not finite doesn't end the run: its outer round leaves it out.
+        """
+        layout = self.layout
+        # Each data rank's loss is held by its tp ranks (on the last stage): count it once.
+        weight = layout.data_ranks * layout.sizes["tp"]
+        if self._outer is None:
+            square, mean = self._sum(torch.stack([square_norm, loss.double() / weight]))
+            return mean, math.sqrt(square), math.sqrt(square)
+        count, own = layout.sizes["dp_replicate"], layout.index("dp_replicate")
+        values = torch.zeros(2, count, dtype=torch.float64, device=layout.device)
+        values[:, own] = torch.stack([square_norm * count, loss.double() * count / weight])
+        sums = self._sum(values.flatten())
+        squares, losses = sums[:count], sums[count:]
+        finite = [i for i in range(count) if math.isfinite(squares[i]) and math.isfinite(losses[i])]
+        kept = finite or range(count)
+        mean_square = statistics.fmean(squares[i] for i in kept)
+        norm = squares[own] if own in finite else math.nan
+        return statistics.fmean(losses[i] for i in kept), math.sqrt(mean_square), math.sqrt(norm)
 
     def _check_replicas_if_due(self) -> None:
         every = self.config.systems.storage.check_every_steps

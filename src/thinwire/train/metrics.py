@@ -115,13 +115,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+def _flat(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """Return the numbers of a record by path; texts and lists are not for curves."""
     flat: list[tuple[str, float]] = []
     for key, value in record.items():
         if isinstance(value, Mapping):
-            flat += [(f"{key}/{k}", v) for k, v in value.items()]
-        elif key != "step":
-            flat.append((key, value))
+            flat += _flat(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and prefix + key != "step":
+            flat.append((prefix + key, value))
     return flat
 
 

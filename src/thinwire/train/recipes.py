@@ -11,6 +11,7 @@ from thinwire.train.config import (
     Mesh,
     Model,
     Optim,
+    Outer,
     Pipeline,
     Replicas,
     Storage,
@@ -20,7 +21,7 @@ from thinwire.train.config import (
 )
 from thinwire.train.parse import near
 
-__all__ = ["DEFAULT", "RECIPES", "recipe"]
+__all__ = ["DEFAULT", "OUTER", "RECIPES", "REPLICAS", "recipe"]
 
 Recipe = Callable[[], Config]
 
@@ -231,12 +232,49 @@ REPLICAS: dict[str, Recipe] = {
 }
 
 _SPACE = Pipeline(mode="constrained")
+
+
+def _outer(doc: str, outer: Outer, dp_replicate: int = -1) -> Recipe:
+    """Return a recipe of replicas that train apart, of one rank each or of FSDP2 ranks."""
+
+    def build() -> Config:
+        dp_shard = 1 if dp_replicate == -1 else -1
+        mesh = Mesh(dp_replicate=dp_replicate, dp_shard=dp_shard)
+        return Config(mesh=mesh, systems=Systems(outer=outer))
+
+    build.__doc__ = doc
+    return build
+
+
+_SPARSELOCO = Outer(method="sparseloco", sync_every=15)
+_DILOCO = Outer(method="diloco", sync_every=15, alpha=0.7)
+
+OUTER: dict[str, Recipe] = {
+    "local-sgd": _outer(
+        "Replicas that average their weights every 15 steps.",
+        replace(_DILOCO, alpha=1.0, momentum=0.0),
+    ),
+    "diloco": _outer("DiLoCo: dense averages every 15 steps, outer Nesterov momentum.", _DILOCO),
+    "diloco-int8": _outer("DiLoCo with 8-bit messages.", replace(_DILOCO, codec="int8")),
+    "sparseloco": _outer(
+        "SparseLoCo: 1.6 % of what 15 steps changed, in 2 bits, with error feedback.", _SPARSELOCO
+    ),
+    "sparseloco-replicas": _outer(
+        "SparseLoCo that averages over all replicas, senders or not.",
+        replace(_SPARSELOCO, aggregate="replicas"),
+    ),
+    "sparseloco-fsdp": _outer(
+        "SparseLoCo between two replicas of FSDP2 ranks: 4, 6, ... ranks.", _SPARSELOCO, 2
+    ),
+}
+
 _AQUAVIT = Weights(codec="aquavit")
 _WIDTHS = Weights(codec="aquavit", levels="widths")
 
 RECIPES: dict[str, Recipe] = {
     "dense-ddp": dense_ddp,
     **REPLICAS,
+    **OUTER,
     "dense-fsdp": dense_fsdp,
     "dense-tp": dense_tp,
     "dense-tp-sp": _tensor(

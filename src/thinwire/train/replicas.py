@@ -25,7 +25,7 @@ from thinwire.train.gradients import ReplicaSync
 from thinwire.train.mesh import Layout
 from thinwire.train.optim import make_optimizer
 
-__all__ = ["OwnSync", "ReplicaPart", "ReplicaSystem", "Sync", "make_replicas"]
+__all__ = ["OwnSync", "ReplicaPart", "ReplicaSystem", "Sync", "inner_group", "make_replicas"]
 
 _BASELINES = ("dgc", "demo", "powersgd")
 # Torch's hook sends dense gradients until then (2 at least, with its error feedback).
@@ -130,8 +130,14 @@ def make_replicas(config: Config, layout: Layout, model: nn.Module, ledger: Ledg
         optimizer: Optimizer = make_optimizer(config, model, ledger)
         if cfg.optimizer == "adams":
             optimizer = scape.AdamS(model.parameters(), **_hyper(config))
-        sync = ReplicaSync(list(model.parameters()), layout, ledger)
+        apart = config.systems.outer.method != "none"
+        sync = OwnSync() if apart else ReplicaSync(list(model.parameters()), layout, ledger)
         return ReplicaPart(optimizer, sync, None, model)
+    if config.systems.outer.method != "none":
+        raise ConfigError(
+            "systems.outer lets replicas step apart: it goes with systems.replicas.optimizer adamw "
+            f"or adams, not {cfg.optimizer}"
+        )
     if cfg.optimizer == "powersgd-ddp":
         return _ddp(config, layout, model, ledger)
     if cfg.optimizer in _BASELINES:
@@ -174,7 +180,7 @@ def _sparse(config: Config, layout: Layout, model: nn.Module, ledger: Ledger) ->
         "clip": cfg.clip if own_clip else None,
         "max_norm": optim.max_norm if own_clip else None,
         "group": layout.group("dp_replicate"),
-        "shard_group": _shard_group(layout),
+        "shard_group": inner_group(layout),
         "ledger": ledger,
     }
     optimizer: scape.Scape | scape.TopkAdamW
@@ -207,7 +213,7 @@ def _sparse(config: Config, layout: Layout, model: nn.Module, ledger: Ledger) ->
     )
 
 
-def _shard_group(layout: Layout) -> dist.ProcessGroup | None:
+def inner_group(layout: Layout) -> dist.ProcessGroup | None:
     """Return the ranks that hold one stage of one replica together; every rank calls it."""
     sizes = layout.sizes
     if sizes["tp"] == 1:

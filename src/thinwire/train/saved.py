@@ -16,6 +16,7 @@ __all__ = [
     "newest_checkpoint",
     "read_meta",
     "refuse_to_mix",
+    "replica_key",
     "run_folder",
 ]
 
@@ -52,6 +53,11 @@ def read_meta(path: Path) -> dict[str, Any]:
         return json.loads((path / META).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read checkpoint {path}: {error}") from None
+
+
+def replica_key(replica: int) -> str:
+    """Return the key under which a replica that trains apart saves weights and optimizer."""
+    return f"replica{replica}"
 
 
 def run_folder(path: Path) -> Path:

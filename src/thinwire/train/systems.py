@@ -16,6 +16,7 @@ from thinwire.train.boundaries import attach_boundaries
 from thinwire.train.config import Config, Gradients, Weights
 from thinwire.train.mesh import Layout, needs_fsdp
 from thinwire.train.model import Transformer
+from thinwire.train.outer import OuterSystem
 from thinwire.train.tensor import TensorTraffic
 
 __all__ = ["System", "attach_systems", "full_precision", "layer_errors"]
@@ -63,8 +64,11 @@ def attach_systems(
 
 @contextmanager
 def full_precision(systems: dict[str, System]) -> Iterator[None]:
-    """Gather unquantized weights inside the block."""
+    """Gather unquantized (and, of replicas that train apart, shared) weights inside the block."""
     with ExitStack() as stack:
+        outer = systems.get("outer")
+        if isinstance(outer, OuterSystem):
+            stack.enter_context(outer.shared_weights())
         handle = systems.get("weights")
         if isinstance(handle, aquavit.Handle):
             stack.enter_context(handle.full_precision())
