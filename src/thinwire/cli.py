@@ -72,7 +72,7 @@ def _status(error: ThinwireError) -> int:
 
 
 def _train(args: list[str]) -> int:
-    from thinwire.train.axes import check_layout, resolve_axes
+    from thinwire.train.axes import check_ranks
     from thinwire.train.launch import launch
     from thinwire.train.parse import config_from_args, to_dict
     from thinwire.train.recipes import DEFAULT
@@ -104,7 +104,7 @@ def _train(args: list[str]) -> int:
     if under_torchrun and nproc is not None:
         raise ConfigError("--nproc starts local ranks itself: leave it out under torchrun")
     ranks = _positive(os.environ["WORLD_SIZE"] if under_torchrun else nproc or "1", "--nproc")
-    check_layout(config, resolve_axes(config.mesh, ranks))
+    check_ranks(config, ranks)
     payload = {
         "config": to_dict(config),
         "resume": where,

@@ -406,7 +406,7 @@ def test_a_state_of_another_cut_is_refused():
     def check(rank):
         run = Run(rank, Layout(replicas=MIXED))
         state = run.outer.state_dict()
-        state["core"]["parts"] = state["core"]["parts"][:-1]
+        state["core"] = dict(list(state["core"].items())[1:])
         with pytest.raises(CheckpointError, match="holds nothing of replica"):
             run.outer.load_state_dict(state)
         dist.barrier()

@@ -40,6 +40,15 @@ def _run(config):
     }
 
 
+def refused(payload):
+    """Return the error that ends one run on this rank."""
+    try:
+        Trainer.build(from_dict(payload["config"]), torch.device("cpu"))
+    except ThinwireError as error:
+        return str(error)
+    return "no error"
+
+
 def resumed(payload):
     """Run configurations one after the other, some from a checkpoint."""
     results = []

@@ -22,13 +22,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire import comm
 from thinwire.comm import Ledger
 from thinwire.errors import CheckpointError, ConfigError, ContractError
 from thinwire.pipeline import Constraint, FixedRows, Stage, find_writes
 from thinwire.replicas.ownership import divide
 from thinwire.replicas.rounds import Follower, MixedRound
 from thinwire.replicas.site import Site
-from thinwire.sparseloco import GroupTransport, Options, Outcome, Partition, load_partition
+from thinwire.sparseloco import (
+    GroupTransport,
+    Options,
+    Outcome,
+    Partition,
+    Table,
+    load_partition,
+)
 from thinwire.sparseloco.outer import OuterLoop
 from thinwire.sparseloco.partition import Delta, fingerprint
 
@@ -86,6 +94,9 @@ class MixedReplicas(OuterLoop):
         held = _gather((trained, _confined(stage, site), _boundary_settings(stage, site)))
         self.shares = divide(site.layout, [h[0] for h in held], embedding)
         settings = _same_settings([h[2] for h in held])
+        shapes = {name: shape for h in held for name, shape in h[0].items()}
+        for share in self.shares:  # of all ranks: what one can't send, all refuse
+            Table({name: shapes[name] for name in share.names}, self.options)
         self.confined = {name for h in held for name in h[1]}
         self.constraint = stage.constraint
         self._own_tables: FixedRows | None = None
@@ -222,22 +233,18 @@ class MixedReplicas(OuterLoop):
 
     @contextmanager
     def shared_weights(self, mode: str = "full") -> Iterator[None]:
-        """Hold the shared weights within the block, for evaluation.
+        """Hold the shared weights in the parameters inside the block, as for evaluation.
 
         Args:
-            mode: "full": theta as it is; "projected": output matrices that a compressed replica
-                would project are projected.
+            mode: "full": theta as it is; "projected" and "boundaries": output matrices that a
+                compressed replica projects are projected (the caller evaluates through boundaries
+                or not).
         """
-        params = self.inner.params
-        kept = {name: p.detach().clone() for name, p in params.items()}
-        self.inner.place(self._core.theta)
-        if mode == "projected":
-            writes = {n: p for n, p in params.items() if n in self.confined}
-            Constraint(self.stage.boundary.basis, writes).project()
-        yield
-        with torch.no_grad():
-            for name, p in params.items():
-                p.copy_(kept[name])
+        with super().shared_weights():
+            if mode != "full":
+                writes = {n: p for n, p in self.inner.params.items() if n in self.confined}
+                Constraint(self.stage.boundary.basis, writes).project()
+            yield
 
     def fingerprints(self) -> dict[int, list[str]]:
         """Return each partition's SHA-256 on every rank that holds it; collective.
@@ -257,14 +264,41 @@ class MixedReplicas(OuterLoop):
                 )
         return found
 
-    def metrics(self) -> dict[str, Any]:
-        """Return the last round's figures, and this rank's replica, stage and role."""
-        place = {
-            "replica": self.site.index,
-            "stage": self.site.stage,
-            "role": self.site.replica.role,
-        }
-        return super().metrics() | place
+    def gather_figures(self) -> list[dict[str, Any]]:
+        """Return the last round's figures of every rank, by world rank; collective.
+
+        Each has replica, stage, role, whether its message was in the mean, the norm of its
+        residual, and the bytes it sent and received.
+        """
+        last = self.last
+        square = sum(e.double().square().sum().item() for p in self._core.parts
+                     for e in p.residual.values())  # fmt: skip
+        own = torch.tensor(
+            [
+                float(last is not None and last.own == "sent"),
+                square**0.5,
+                0.0 if last is None else float(last.sent_bytes),
+                0.0 if last is None else float(last.received_bytes),
+            ],
+            dtype=torch.float64,
+            device=self.site.device,
+        )
+        rows = comm.all_gather(own, None, group=self.site.world, link="scalars", ledger=self.ledger)
+        figures = []
+        for rank, (sent, norm, out, into) in enumerate(rows.view(-1, 4).tolist()):
+            replica, stage = self.site.layout.place(rank)
+            figures.append(
+                {
+                    "replica": replica,
+                    "stage": stage,
+                    "role": self.site.layout.replicas[replica].role,
+                    "in_mean": bool(sent),
+                    "residual_norm": norm,
+                    "sent_bytes": int(out),
+                    "received_bytes": int(into),
+                }
+            )
+        return figures
 
     def detach(self) -> None:
         """Stop following and projecting."""
@@ -306,16 +340,17 @@ class _MixedCore:
 
     def state_dict(self) -> dict[str, Any]:
         follower = self.current.follower
-        return {
-            "parts": [part.state_dict() for part in self.parts],
-            "follower": None if follower is None else follower.part.state_dict(),
-        }
+        state = {f"partition{part.stage}": part.state_dict() for part in self.parts}
+        if follower is not None:
+            state[f"follower{self.site.stage}"] = follower.part.state_dict()
+        return state
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Continue from this rank's state, or from those of all ranks of this replica."""
-        saved = [part for state in states for part in state["parts"]]
+        saved = [part for state in states for part in state.values()]
+        owned = [p for state in states for k, p in state.items() if k.startswith("partition")]
         for part in self.parts:
-            own = [s for s in saved if (s["replica"], s["stage"]) == (part.replica, part.stage)]
+            own = [s for s in owned if (s["replica"], s["stage"]) == (part.replica, part.stage)]
             if not own:
                 raise CheckpointError(
                     f"the state holds nothing of replica {part.replica}, partition {part.stage}"
@@ -324,7 +359,6 @@ class _MixedCore:
         follower = self.current.follower
         if follower is not None:
             rows = [s for s in saved if s["stage"] == follower.part.stage]
-            rows += [s["follower"] for s in states if s["follower"] is not None]
             if not rows:
                 raise CheckpointError("the state holds no embedding rows for a later stage")
             row = dict(rows[0])

@@ -135,6 +135,7 @@ class MixedRound:
         received += max(0, sum(map(len, notes)) - votes)
         self._book(received, handed)
         outcome = current.close(finite)
+        self.transport.ended(current.parts)
         if self.follower is not None:
             self.follower.close(update if outcome.committed else None, outcome.accepted)
         return replace(outcome, sent_bytes=sent + votes + handed, received_bytes=received)

@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 
 from thinwire.comm import Ledger
 from thinwire.pipeline import Basis, Constraint, Link, Stage, find_writes
+from thinwire.replicas import MixedReplicas
 from thinwire.train.config import Config
-from thinwire.train.mesh import Layout
+from thinwire.train.mesh import Layout, MixedLayout
 from thinwire.train.model import Transformer
 
-__all__ = ["Boundaries", "attach_boundaries"]
+__all__ = ["Boundaries", "MixedBoundaries", "attach_boundaries"]
 
 
 class Boundaries:
@@ -80,6 +81,45 @@ class Boundaries:
             self.link.tables.tokens.copy_(state["fixed_rows"])
 
 
+class MixedBoundaries(Boundaries):
+    """The same among unlike replicas, whose outer loop projects and splits.
+
+    Attributes:
+        loop: the outer loop, once it is made.
+    """
+
+    loop: MixedReplicas | None = None
+
+    def __init__(self, link: Link, stage: Stage, strict: bool) -> None:
+        super().__init__(link, stage)
+        self.strict = strict
+
+    def check_health(self) -> None:
+        """See `Boundaries`; full replicas raise with the others."""
+        self._health = self.link.check_health(dist.group.WORLD, strict=self.strict)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Leave the optimizer to the outer loop."""
+
+    def project_gradients(self) -> None:
+        """Project gradients before their norm is taken."""
+        if self.loop is not None:
+            self.loop.project_gradients()
+
+    @contextmanager
+    def projected(self) -> Iterator[None]:
+        """Leave projecting to the outer loop's shared weights."""
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the basis; the fixed rows follow from the shared embedding."""
+        return {"basis": self.link.basis.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.link.basis.load_state_dict(state["basis"])
+
+
 def attach_boundaries(
     config: Config, layout: Layout, model: Transformer, ledger: Ledger
 ) -> Boundaries | None:
@@ -92,6 +132,8 @@ def attach_boundaries(
         ConfigError: weights that can't be constrained.
     """
     cfg, dim = config.systems.pipeline, config.model.dim
+    if isinstance(layout, MixedLayout):
+        return _attach_mixed(config, layout, model, ledger)
     stages = layout.sizes["pp"]
     ledger.expect("pipeline", num_ranks=stages)
     if stages == 1:
@@ -114,3 +156,18 @@ def attach_boundaries(
     )
     link.share(model.embed.weight if model.is_first else None)
     return Boundaries(link, link.wrap(model, layout.index("pp")))
+
+
+def _attach_mixed(
+    config: Config, layout: MixedLayout, model: Transformer, ledger: Ledger
+) -> MixedBoundaries:
+    """Wrap this rank's stage as its replica's role asks; collective."""
+    cfg, site = config.systems.pipeline, layout.site
+    site.ledger = ledger
+    basis = site.basis(config.model.dim, config.seed, cfg.basis)
+    stage = site.wrap(model, basis, wire=cfg.wire, ids=cfg.ids)
+    assert site.link is not None
+    if site.replica.role == "compressed":
+        ledger.expect("pipeline", num_ranks=site.replica.num_stages)
+    strict = site.layout.ratio > 0 and site.layout.mode == "constrained"
+    return MixedBoundaries(site.link, stage, strict)

@@ -136,6 +136,10 @@ class Mesh:
     """Ranks over which FSDP2 shards weights, gradients and optimizer."""
     tp: int = 1
     """Ranks that split each block's matrices."""
+    replicas: str = ""
+    """Unlike replicas in place of the axes: the ranks of each, one per stage, and the ratio of its
+    boundaries if it is compressed: "0 1,2:16" is a whole model beside two compressed stages. Files
+    may say it in tables: [[replicas]] with ranks, stages and rank_ratio."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,6 +361,11 @@ class Pipeline:
     """How coefficients travel."""
     ids: Literal["send", "local"] = "send"
     """Token ids travel with each micro-batch, or every stage reads them itself."""
+    constrain_full: bool = False
+    """With mesh.replicas: keep full replicas' writes in the subspace too."""
+    anchor: Literal["projected", "unprojected"] = "projected"
+    """With mesh.replicas: what compressed replicas measure their change against; the second is a
+    comparison arm."""
 
     def __post_init__(self) -> None:
         if self.ratio < 1 or self.rank < 0:

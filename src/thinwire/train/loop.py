@@ -38,7 +38,7 @@ from thinwire.train.mesh import Layout, make_layout, parallel_model
 from thinwire.train.metrics import MetricsFile, peak_nbytes, versions, write_run
 from thinwire.train.model import Transformer
 from thinwire.train.optim import lr_schedule
-from thinwire.train.outer import OuterSystem, attach_outer
+from thinwire.train.outer import MixedSystem, OuterSystem, attach_outer
 from thinwire.train.parse import config_hash, to_dict
 from thinwire.train.passes import Pass, make_pass
 from thinwire.train.replicas import Sync, make_replicas
@@ -135,7 +135,7 @@ class Trainer:
         assert boundaries is None or isinstance(boundaries, Boundaries)
         if boundaries is not None:
             boundaries.attach(replicas.optimizer)
-        outer = attach_outer(config, layout, model, replicas.optimizer, ledger)
+        outer = attach_outer(config, layout, model, replicas.optimizer, ledger, boundaries)
         if outer is not None:
             systems["outer"] = outer
         return cls(
@@ -241,6 +241,8 @@ class Trainer:
         self._check_replicas_if_due()
         if boundaries is not None:
             boundaries.check_health()
+        if isinstance(outer, MixedSystem):
+            outer.measure()
         record: dict[str, Any] = {
             "step": self.step,
             "loss": mean_loss,
@@ -315,7 +317,10 @@ class Trainer:
         every = self.config.evaluation.every_steps
         if self.step < self.config.steps and not (every and self.step % every == 0):
             return
-        if self.config.evaluation.weights == "master":
+        if isinstance(outer := self._outer, MixedSystem):
+            with outer.shared_weights(self.config.evaluation.boundaries):
+                loss = self.evaluate()
+        elif self.config.evaluation.weights == "master":
             with full_precision(self.systems):
                 loss = self.evaluate()
         else:
@@ -362,7 +367,9 @@ class Trainer:
             "result": self._result(step_s),
             "ledger": ledgers[0],
             "ledger_ranks": ledgers,
-            "exemptions": [_plain(e) for e in self.ledger.all_exemptions()],
+            "exemptions": _distinct(
+                _of_every_rank([_plain(e) for e in self.ledger.all_exemptions()])
+            ),
             "memory": self._memory(),
             "layer_errors": errors,
         }
@@ -417,6 +424,16 @@ def _of_every_rank(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def _distinct(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return what any rank exempts, each tensor and reason once: stages and replicas differ."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for exemption in (e for rank in ranks for e in rank):
+        name = exemption["name"]
+        what = exemption["reason"] if name.endswith(" calls") else name
+        found.setdefault((exemption["link"], what), exemption)
+    return list(found.values())
 
 
 def _plain(exemption: Any) -> dict[str, Any]:

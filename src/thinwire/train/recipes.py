@@ -7,6 +7,7 @@ from thinwire.train.config import (
     Compute,
     Config,
     Data,
+    Evaluation,
     Gradients,
     Mesh,
     Model,
@@ -268,6 +269,44 @@ OUTER: dict[str, Recipe] = {
     ),
 }
 
+
+def _mixed(doc: str, replicas: str, pipeline: Pipeline, evaluate: str) -> Recipe:
+    """Return a recipe of unlike replicas that exchange SparseLoCo's messages."""
+
+    def build() -> Config:
+        return Config(
+            mesh=Mesh(replicas=replicas),
+            data=Data(micro_batches=2),
+            evaluation=Evaluation(boundaries=evaluate),  # type: ignore[arg-type]
+            systems=Systems(pipeline=pipeline, outer=_SPARSELOCO),
+        )
+
+    build.__doc__ = doc
+    return build
+
+
+MIXED: dict[str, Recipe] = {
+    "hetero": _mixed(
+        "A whole replica beside a pipeline of two stages that sends 1/8 of the channels: 3 ranks.",
+        "0 1,2:8",
+        _SPACE,
+        "full",
+    ),
+    "hetero-lossy": _mixed(
+        "hetero that projects at the boundary alone.",
+        "0 1,2:8",
+        replace(_SPACE, mode="lossy"),
+        "full",
+    ),
+    "hetero-dense": _mixed("hetero with a dense boundary: the twin.", "0 1,2", Pipeline(), "full"),
+    "hetero-uniform": _mixed(
+        "Two pipelines of two stages, both sending 1/8 of the channels: 4 ranks.",
+        "0,1:8 2,3:8",
+        _SPACE,
+        "projected",
+    ),
+}
+
 _AQUAVIT = Weights(codec="aquavit")
 _WIDTHS = Weights(codec="aquavit", levels="widths")
 
@@ -282,6 +321,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "dense-pp": dense_pp,
     "dense-3d": dense_3d,
+    **MIXED,
     "subspace-pp": _subspace("Pipeline whose boundaries carry an eighth of the channels.", _SPACE),
     "subspace-pp-16x": _subspace(
         "Pipeline whose boundaries carry a sixteenth of the channels.", replace(_SPACE, ratio=16)
