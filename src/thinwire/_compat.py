@@ -36,6 +36,7 @@ __all__ = [
     "num_groups",
     "reduce_scatter_single",
     "shard_group",
+    "takes_cuda_only",
     "torch_version",
     "wrapper_tensor",
 ]
@@ -58,6 +59,11 @@ def num_groups() -> int:
 def group_from_name(name: str) -> dist.ProcessGroup:
     """Return the process group that `ProcessGroup.group_name` named."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+
+
+def takes_cuda_only(group: dist.ProcessGroup) -> bool:
+    """Return whether the group's backends (NCCL alone, say) refuse tensors in host memory."""
+    return {device.type for device in group._device_types} == {"cuda"}
 
 
 def _fsdp_group(module: FSDPModule) -> Any | None:

@@ -9,11 +9,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from thinwire import Ledger
 from thinwire.errors import CheckpointError, ConfigError, ContractError
-from thinwire.sparseloco import Options, SparseLoCo, message_nbytes
+from thinwire.sparseloco import (
+    GroupTransport,
+    Options,
+    Partition,
+    SparseLoCo,
+    message_nbytes,
+    run_round,
+)
 from thinwire.testing.ranks import run_ranks
+from thinwire.testing.transport import record_transport
 
 DIM, VOCAB = 64, 96
 LOCK = threading.Lock()
@@ -120,6 +129,19 @@ def test_ledger_counts_messages_and_votes():
         assert books.exempt_bytes == 2 * 2 * dense
         assert "outer" in ledger.check()
         assert {e.name for e in ledger.exemptions} == {n for n, s in shapes.items() if len(s) < 2}
+
+
+def test_ledger_equals_the_bytes_on_the_transport():
+    def work(rank):
+        model, ledger = net(), Ledger()
+        optimizer = adam(model)
+        SparseLoCo(model, optimizer, sync_every=2, ledger=ledger)
+        train(model, optimizer, rank, 6)
+        return ledger["outer"].wire_bytes + ledger["scalars"].wire_bytes
+
+    with record_transport() as sent:
+        booked = run_ranks(3, work)
+    assert [sent[r].nbytes for r in range(3)] == booked
 
 
 def test_one_replica_without_compression_is_inner_training():
@@ -235,6 +257,95 @@ def test_a_replica_of_two_ranks_and_one_of_one():
         assert outer.rounds["committed"] == 4
         assert all(torch.equal(x, results[0][1][n]) for n, x in held.items())
     assert results[1][2].core is None
+
+
+def test_tensor_parallel_replicas():
+    def work(rank):
+        site = rank // 2
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "tp"))["tp"]
+        model = net()
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh, plan)
+        sites = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        params = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(params, lr=0.1, foreach=False)
+        outer = SparseLoCo(model, optimizer, sync_every=2, group=sites)
+        train(model, optimizer, site, 4)
+        return weights(model), outer.last
+
+    def alone(rank):
+        model = net()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        SparseLoCo(model, optimizer, sync_every=2)
+        train(model, optimizer, rank, 4)
+        return weights(model)
+
+    expected, results = run_ranks(2, alone)[0], run_ranks(4, work)
+    for held, outcome in results:
+        assert outcome.accepted == (0, 1)
+        for name, x in held.items():
+            torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=2e-4)
+            assert torch.equal(x, results[0][0][name])
+
+
+def test_a_replica_on_two_mesh_axes():
+    """FSDP2 over tensor parallelism: shards interleave; one replica that sends everything."""
+
+    def work(rank, outer):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = net()
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        alone = dist.new_group([0])
+        params = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(params, lr=0.1, foreach=False)
+        if outer:
+            SparseLoCo(
+                model, optimizer, sync_every=2, group=alone if rank == 0 else None,
+                inner_group=dist.group.WORLD, options=Options(k=4096, quant="none"),
+            )  # fmt: skip
+        train(model, optimizer, 0, 4)
+        return weights(model)
+
+    plain = run_ranks(4, lambda r: work(r, outer=False))
+    for held in run_ranks(4, lambda r: work(r, outer=True)):
+        for name, x in plain[0].items():
+            torch.testing.assert_close(held[name], x, rtol=1e-5, atol=1e-6)
+
+
+def test_two_stages_in_groups_of_their_owners():
+    """Replica 0 holds both stages on one rank; replica 1 is a pipeline of two."""
+
+    def work(rank):
+        front, back = dist.new_group([0, 1]), dist.new_group([0, 2])
+        groups = {0: {0: front, 1: back}, 1: {0: front}, 2: {1: back}}[rank]
+        link = GroupTransport(groups, vote_group=dist.group.WORLD)
+        assert link.replica == min(rank, 1)
+        parts = [
+            Partition(
+                {f"w{stage}": torch.ones(64, 70)}, Options(min_quorum=2), replica=link.replica,
+                roster=(0, 1), stage=stage, basis_version=7,
+            )
+            for stage in groups
+        ]  # fmt: skip
+        for part in parts:
+            link.start(part)
+        outcomes = []
+        for t in range(3):
+            spoil = torch.nan if (t, rank) == (1, 2) else 1.0
+            draw = torch.randn(64, 70, generator=torch.Generator().manual_seed(10 * t + rank))
+            deltas = [lambda name, d=draw * spoil: 1e-3 * d for _ in parts]
+            outcomes.append(run_round(parts, deltas, 1 + rank, link))
+        return {p.stage: p.theta[f"w{p.stage}"] for p in parts}, outcomes
+
+    results = run_ranks(3, work)
+    for _, outcomes in results:
+        assert [o.committed for o in outcomes] == [True, False, True]
+        assert outcomes[2].accepted == (0, 1)
+    assert torch.equal(results[0][0][0], results[1][0][0])
+    assert torch.equal(results[0][0][1], results[2][0][1])
+    with pytest.raises(ConfigError, match="vote_group"):
+        GroupTransport({0: None})
 
 
 def test_replicas_with_their_own_layouts_need_their_groups():

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore
 
 from tests.distributed.test_sparseloco_ranks import adam, net, train, weights
 from thinwire import Ledger
@@ -26,8 +26,8 @@ FAST = {"poll_s": 0.002}
 class Sites:
     """Run functions as sites of one store, one thread each."""
 
-    def __init__(self):
-        self.store = HashStore()
+    def __init__(self, store=None):
+        self.store = store or HashStore()
         self.store.set_timeout(timedelta(seconds=20))
 
     def run(self, *works, timeout_s=60.0):
@@ -69,8 +69,10 @@ def delta(seed):
     return lambda name: 1e-3 * values[name]
 
 
-def test_rounds_equal_on_all_sites():
-    sites, roster = Sites(), (0, 2, 3)
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_rounds_equal_on_all_sites(kind, tmp_path):
+    store = HashStore() if kind == "hash" else FileStore(str(tmp_path / "store"), -1)
+    sites, roster = Sites(store), (0, 2, 3)
 
     def site(replica):
         part, ledger = sites.part(replica, roster), Ledger()

@@ -1,5 +1,7 @@
 """One test per private or version-dependent torch name: an upgrade of torch fails here first."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -46,6 +48,18 @@ def test_default_group_and_group_from_name():
         assert _compat.group_from_name(group.group_name) is group
 
     on_two_ranks(check)
+
+
+def test_takes_cuda_only_reads_the_groups_backends():
+    def check(rank):
+        assert not _compat.takes_cuda_only(_compat.default_group())
+
+    on_two_ranks(check)
+    nccl = SimpleNamespace(_device_types=[torch.device("cuda")])
+    both = SimpleNamespace(_device_types=[torch.device("cuda"), torch.device("cpu")])
+    assert _compat.takes_cuda_only(nccl)
+    assert not _compat.takes_cuda_only(both)
+    assert hasattr(dist.ProcessGroup, "_device_types")
 
 
 def test_num_groups_counts_this_ranks_groups():

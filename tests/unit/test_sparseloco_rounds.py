@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from thinwire.errors import ConfigError, ContractError
+from thinwire.schedules import WarmupCosine
 from thinwire.sparseloco import Options, Partition, simulate_round
 from thinwire.sparseloco.aggregate import scales, weights
 from thinwire.sparseloco.message import pack, read_header
@@ -96,6 +97,17 @@ def test_half_of_alpha_moves_exactly_half():
     for name in zero:
         assert torch.equal(half[0].theta[name], 0.5 * whole[0].theta[name])
         assert whole[0].theta[name].any()
+
+
+def test_alpha_may_follow_a_schedule_over_rounds():
+    falling = WarmupCosine(peak=1.0, total_steps=3, floor=0.5)
+    (part,) = replicas(1, Options(**ALL, alpha=falling))
+    for t in range(3):
+        before = part.theta["v"]
+        (delta,) = draws(1, t)
+        step([part], [delta])
+        assert torch.equal(part.theta["v"], before - falling(t) * delta["v"])
+    assert Options(alpha=falling).config_hash() != Options().config_hash()
 
 
 def test_one_replica_that_sends_all_ends_where_it_trained():

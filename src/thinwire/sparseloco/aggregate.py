@@ -21,7 +21,7 @@ from thinwire.sparseloco.message import Message
 from thinwire.sparseloco.options import Options
 from thinwire.sparseloco.table import Record
 
-__all__ = ["mean", "scales", "weights"]
+__all__ = ["Mean", "scales", "weights"]
 
 MAX_WEIGHT = 2.0  # of the median
 
@@ -47,40 +47,89 @@ def scales(norms: Sequence[float], options: Options) -> list[float]:
     return [1.0 if norm <= middle else middle / norm for norm in norms]
 
 
-def mean(
-    record: Record,
-    index: int,
-    messages: Sequence[Message],
-    weight: Mapping[int, float],
-    options: Options,
-) -> Tensor:
-    """Return the mean of one tensor, fp32 [N].
+class Mean:
+    """The outer step of one tensor after the other, touching only elements that someone sent.
 
     Args:
-        record: the tensor.
-        index: its place in the table.
-        messages: the accepted ones that don't abstain, by ascending replica id; at least one.
-        weight: by replica id.
+        messages: the accepted ones, by ascending replica id; at least one.
         options: the run's settings.
     """
-    device = messages[0].payload.device
-    total = torch.zeros(record.numel, device=device)
-    by_element = record.sparse and options.aggregate == "senders"
-    count = torch.zeros(record.numel if by_element else 1, device=device)
-    factors = scales([m.norms[index] for m in messages], options)
-    for message, factor in zip(messages, factors, strict=True):
-        w = weight[message.header.replica]
-        if w == 0.0 or record.numel == 0:
-            continue
-        position, value = record.decode(message.payload)
-        if factor != 1.0:
-            value = value * factor
-        if position is None:
+
+    def __init__(self, messages: Sequence[Message], options: Options) -> None:
+        self.messages, self.options = messages, options
+        self.weight = weights({m.header.replica: m.header.tokens for m in messages}, options)
+        self._scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def step(self, record: Record, index: int, theta: Tensor, alpha: float) -> Tensor | None:
+        """Return theta - alpha*D of one tensor; None where that is not finite.
+
+        Args:
+            record: the tensor.
+            index: its place in the table.
+            theta: fp32 in the tensor's shape; kept.
+            alpha: outer learning rate.
+        """
+        old, new = theta.view(-1), theta.clone()
+        parts = self._decoded(record, index)
+        moved = self._sparse if record.sparse else self._dense
+        finite = moved(parts, old, new.view(-1), alpha)
+        return new if finite else None
+
+    def _decoded(self, record: Record, index: int) -> list[tuple[float, Tensor | None, Tensor]]:
+        """Return weight, positions and clipped values of each message that counts."""
+        factors = scales([m.norms[index] for m in self.messages], self.options)
+        parts = []
+        for message, factor in zip(self.messages, factors, strict=True):
+            w = self.weight[message.header.replica]
+            if w != 0.0 and record.numel:
+                position, value = record.decode(message.payload)
+                parts.append((w, position, value if factor == 1.0 else value * factor))
+        return parts
+
+    def _dense(
+        self,
+        parts: Sequence[tuple[float, Tensor | None, Tensor]],
+        old: Tensor,
+        new: Tensor,
+        alpha: float,
+    ) -> bool:
+        if not parts:
+            return True
+        total, count = torch.zeros_like(old), torch.zeros(1, device=old.device)
+        for w, _, value in parts:
             total += value * w
-        else:
-            total[position] += value * w
-        if by_element and position is not None:
-            count[position] += w
-        else:
             count += w
-    return torch.where(count > 0, total / count, 0.0)
+        torch.sub(old, alpha * (total / count), out=new)
+        return bool(torch.isfinite(new).all())
+
+    def _sparse(
+        self,
+        parts: Sequence[tuple[float, Tensor | None, Tensor]],
+        old: Tensor,
+        new: Tensor,
+        alpha: float,
+    ) -> bool:
+        total, count = self._zeros(old)
+        every = torch.zeros(1, device=old.device)
+        for w, position, value in parts:
+            total[position] += value * w
+            count[position] += w
+            every += w
+        finite = True
+        for _, position, _ in parts:
+            share = count[position] if self.options.aggregate == "senders" else every
+            moved = old[position] - alpha * (total[position] / share)
+            finite = finite and bool(torch.isfinite(moved).all())
+            new[position] = moved  # equal bits wherever several replicas sent an element
+        for _, position, _ in parts:
+            total[position] = 0.0
+            count[position] = 0.0
+        return finite
+
+    def _zeros(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return two buffers of zeros as long as `like`, shared by all tensors."""
+        total, count = self._scratch.get(like.device, (like[:0], like[:0]))
+        if total.numel() < like.numel():
+            total, count = torch.zeros_like(like), torch.zeros_like(like)
+            self._scratch[like.device] = total, count
+        return total[: like.numel()], count[: like.numel()]

@@ -14,7 +14,8 @@ from thinwire.comm import Ledger
 from thinwire.errors import CheckpointError, ConfigError, ContractError, NonFiniteError
 from thinwire.sparseloco.outer import OuterLoop
 from thinwire.sparseloco.partition import Delta, fingerprint
-from thinwire.sparseloco.rounds import Outcome
+from thinwire.sparseloco.rounds import Outcome, book_hashes
+from thinwire.sparseloco.transport import gather_hashes
 
 __all__ = ["DiLoCo", "Nesterov"]
 
@@ -113,13 +114,15 @@ class _DenseCore:
         self.round = 0
         if codec is not None and ledger is not None:
             ledger.expect("outer", num_ranks=group.size())
-        hashes: list[bytes] = [b""] * group.size()
-        dist.all_gather_object(hashes, fingerprint(rule.theta), group=group)
-        others = [r for r, h in enumerate(hashes) if h != hashes[0]]
+        device = next(iter(rule.theta.values())).device
+        digest = fingerprint(rule.theta)
+        hashes = gather_hashes(digest, group, device)
+        book_hashes(ledger, group.size())
+        others = [r for r, h in enumerate(hashes) if h != digest]
         if others:
             raise ContractError(
-                f"replicas {others} hold other weights than replica 0: start all from the same "
-                "seed or checkpoint"
+                f"replicas {others} hold other weights than replica {group.rank()}: start all from "
+                "the same seed or checkpoint"
             )
 
     @property

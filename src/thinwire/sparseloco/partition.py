@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError, ContractError, WireError
-from thinwire.sparseloco import aggregate
+from thinwire.sparseloco.aggregate import Mean
 from thinwire.sparseloco.message import ABSTAIN, Header, Message, pack, unpack
 from thinwire.sparseloco.options import Options
 from thinwire.sparseloco.table import HEADER_NBYTES, Record, Table
@@ -213,7 +213,8 @@ class Partition:
 
     def _encode(self, record: Record, d: Tensor, pending: _Pending) -> str:
         """Write one record; return why the replica must abstain, "" if it need not."""
-        if not bool(torch.isfinite(d).all()):
+        # A sum is finite only if all values are; one that overflows needs the closer look.
+        if not (bool(torch.isfinite(d.sum())) or bool(torch.isfinite(d).all())):
             return f"the pseudo-gradient of {record.name!r} is not finite"
         old = self.residual[record.name].view(-1)
         new = torch.empty_like(old)
@@ -278,15 +279,12 @@ class Partition:
         Args:
             accepted: replicas whose judged messages count.
         """
-        messages = [self._messages[r] for r in sorted(accepted)]
-        tokens = {m.header.replica: m.header.tokens for m in messages}
-        weight = aggregate.weights(tokens, self.options)
+        mean = Mean([self._messages[r] for r in sorted(accepted)], self.options)
         alpha = self.options.alpha_at(self.commits)
         theta = {}
         for index, record in enumerate(self.table.records):
-            step = aggregate.mean(record, index, messages, weight, self.options)
-            new = self.theta[record.name] - alpha * step.view(record.shape)
-            if not bool(torch.isfinite(new).all()):
+            new = mean.step(record, index, self.theta[record.name], alpha)
+            if new is None:
                 return None
             theta[record.name] = new
         return theta

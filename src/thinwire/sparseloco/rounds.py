@@ -15,10 +15,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from thinwire.comm.ledger import Ledger, all_reduce_sent
+from thinwire.comm.ledger import Ledger, all_gather_sent, all_reduce_sent
 from thinwire.sparseloco.partition import Delta, Partition, Verdict
 
-__all__ = ["Outcome", "Round", "Transport", "decide", "note", "run_round"]
+__all__ = ["Outcome", "Round", "Transport", "book_hashes", "decide", "note", "run_round"]
 
 _DIGEST = 32
 
@@ -266,6 +266,13 @@ def run_round(
     outcome = current.close(finite)
     transport.ended(current.parts)
     return replace(outcome, sent_bytes=sent + votes, received_bytes=received)
+
+
+def book_hashes(ledger: Ledger | None, num_replicas: int) -> None:
+    """Book the SHA-256 by which replicas compare their weights at the start."""
+    if ledger is not None:
+        sent = all_gather_sent(_DIGEST, num_replicas)
+        ledger.book("scalars", dense_bytes=sent, wire_bytes=sent)
 
 
 def _book(ledger: Ledger, parts: Sequence[Partition], received: int) -> None:

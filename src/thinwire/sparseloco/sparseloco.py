@@ -13,7 +13,7 @@ from thinwire.errors import ConfigError
 from thinwire.sparseloco.options import Options
 from thinwire.sparseloco.outer import OuterLoop
 from thinwire.sparseloco.partition import Delta, Partition
-from thinwire.sparseloco.rounds import Outcome, Transport, run_round
+from thinwire.sparseloco.rounds import Outcome, Transport, book_hashes, run_round
 from thinwire.sparseloco.saved import load_partition
 from thinwire.sparseloco.store import StoreTransport
 from thinwire.sparseloco.transport import GroupTransport
@@ -36,7 +36,8 @@ class SparseLoCo(OuterLoop):
 
     Args:
         model: a plain module (no DDP), one sharded by FSDP2 or split by tensor parallelism, or
-            names and parameters. Names must agree between replicas, layouts need not.
+            names and parameters. Names must agree between replicas, layouts need not. It holds the
+            weights that training starts from (load them first).
         inner_optimizer: any optimizer over these parameters; its `step` is followed. Clip before
             it, decay inside it. None: call `step()` of this object after each step yourself.
         sync_every: inner steps of a round.
@@ -142,6 +143,7 @@ class _SparseCore:
 
     def start(self) -> bool:
         """Check that replicas start alike; return whether rounds have deadlines."""
+        book_hashes(self.ledger, len(self.part.roster))
         return self.transport.start(self.part)
 
     def join(self) -> bool:
@@ -149,6 +151,12 @@ class _SparseCore:
         if not isinstance(self.transport, StoreTransport):
             raise ConfigError("join needs a StoreTransport: a process group has fixed members")
         self.transport.join([self.part])
+        if self.ledger is not None:
+            nbytes = 4 * self.part.table.numel
+            reason = "weights of the run that was joined"
+            self.ledger.book(
+                "outer", dense_bytes=nbytes, wire_bytes=nbytes, exempt_bytes=nbytes, reason=reason
+            )
         return self.transport.deadline is not None
 
     @property

@@ -59,6 +59,11 @@ class StoreTransport:
 
     Attributes:
         awaited: replicas that the next round waits for.
+
+    Example:
+        >>> store = dist.TCPStore(host, port, is_master=False)  # the master is a process apart
+        >>> sites = StoreTransport(store, replica=2, replicas=range(4), deadline=Deadline())
+        >>> outer = SparseLoCo(model, optimizer, transport=sites, join=came_late)
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from thinwire.comm import transport
 from thinwire.errors import ConfigError, PeerError
 from thinwire.sparseloco.partition import Partition
 
-__all__ = ["GroupTransport"]
+__all__ = ["GroupTransport", "gather_hashes"]
 
 
 class GroupTransport:
@@ -59,10 +59,8 @@ class GroupTransport:
     def start(self, part: Partition) -> bool:
         """Check that replicas start alike (see `rounds.Transport`); rounds have no deadlines."""
         self._device = part.device
-        mine = torch.frombuffer(bytearray(part.fingerprint()), dtype=torch.uint8)
         group = self._groups[part.stage] if self._groups else self._group
-        rows = self._gather(mine.to(self._device), group, "hashes of the weights")
-        hashes = (row.cpu().numpy().tobytes() for row in rows)
+        hashes = gather_hashes(part.fingerprint(), group, self._device)
         part.check_same_theta(dict(zip(self.replicas, hashes, strict=True)))
         return False
 
@@ -74,32 +72,46 @@ class GroupTransport:
         """Return every replica's message (see `rounds.Transport`)."""
         group = self._groups[part.stage] if self._groups else self._group
         self._device = message.device
-        rows = self._gather(message, group, f"the messages of round {part.round}")
+        rows = _gather(message, group, f"the messages of round {part.round}")
         return dict(zip(self.replicas, rows, strict=True))
 
     def vote(self, note: bytes) -> list[bytes]:
         """Return every rank's note (see `rounds.Transport`)."""
         mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(self._device)
         if not self._groups:
-            rows = self._gather(mine, self._vote, "the votes")
+            rows = _gather(mine, self._vote, "the votes")
             return [row.cpu().numpy().tobytes() for row in rows]
         # Ranks own different numbers of partitions: lengths first, then notes of one length.
         length = torch.tensor([mine.numel()], device=self._device).view(torch.uint8)
-        lengths = self._gather(length, self._vote, "the votes").view(torch.int64).view(-1).tolist()
+        lengths = _gather(length, self._vote, "the votes").view(torch.int64).view(-1).tolist()
         mine = torch.nn.functional.pad(mine, (0, max(lengths) - mine.numel()))
-        rows = self._gather(mine, self._vote, "the votes")
+        rows = _gather(mine, self._vote, "the votes")
         return [row.cpu().numpy().tobytes()[:n] for row, n in zip(rows, lengths, strict=True)]
 
     def ended(self, parts: Sequence[Partition]) -> None:
         """Do nothing (see `rounds.Transport`)."""
 
-    def _gather(self, message: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
-        try:
-            rows, _ = transport.all_gather(message, group)
-        except RuntimeError as error:  # what torch raises for a lost peer and for a timeout
-            reason = str(error).splitlines()[0]
-            raise PeerError(
-                f"a peer was lost while {what} were gathered; weights and residuals are as after "
-                f"the last committed round: resume from there ({reason})"
-            ) from error
-        return rows
+
+def gather_hashes(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    """Return every rank's digest, in group-rank order; collective.
+
+    Raises:
+        PeerError: a peer was lost.
+    """
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    return [row.cpu().numpy().tobytes() for row in _gather(mine, group, "hashes of the weights")]
+
+
+def _gather(message: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
+    home = message.device
+    if _compat.takes_cuda_only(group):
+        message = message.cuda()
+    try:
+        rows, _ = transport.all_gather(message, group)
+    except RuntimeError as error:  # what torch raises for a lost peer and for a timeout
+        reason = str(error).splitlines()[0]
+        raise PeerError(
+            f"a peer was lost while {what} were gathered; weights and residuals are as after "
+            f"the last committed round: resume from there ({reason})"
+        ) from error
+    return rows.to(home)
