@@ -4,11 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from thinwire.errors import ConfigError
+from thinwire.pipeline import Basis
+from thinwire.replicas import Layout, Simulation
+from thinwire.sparseloco import Options
 from thinwire.train.axes import check_ranks, parse_replicas
+from thinwire.train.data import TrainBatches, held_out_batch
 from thinwire.train.launch import launch
+from thinwire.train.model import build
+from thinwire.train.optim import adamw, lr_schedule
 from thinwire.train.parse import from_dict, to_dict
+from thinwire.train.passes import token_loss
+from thinwire.train.sources import load_corpus
 
 HERE = Path(__file__).parent
 DIM, SEQS, T, M, H = 32, 8, 32, 2, 3
@@ -70,6 +79,7 @@ def results(root):
     parts = {
         "losses": {"configs": [config(changes, root / name) for name, changes in CASES.items()]},
         "resumed": {"cases": cases},
+        "poisoned_stage": {"config": config(mixed(HETERO), root / "poisoned"), "rank": 1},
         "refused": {"config": config(NOTHING_TO_COMPRESS, root / "refused")},
     }
     twin = {
@@ -82,7 +92,11 @@ def results(root):
         ranks = launch(3, "trainer_cases:several", {"parts": parts})
         two = launch(2, "trainer_cases:losses", {"configs": [config(twin, root / "twin")]})[0]
     found = dict(zip(CASES, ranks[0]["losses"], strict=True))
-    return found | {"twin": two[0], "refused": [rank["refused"] for rank in ranks]}
+    return (
+        found
+        | {"twin": two[0], "refused": [rank["refused"] for rank in ranks]}
+        | {"poisoned": [rank["poisoned_stage"] for rank in ranks]}
+    )
 
 
 def metrics(out):
@@ -116,6 +130,59 @@ def test_compression_changes_the_run_and_full_rank_hardly(results):
     assert results["full rank"]["steps"][1][0] == pytest.approx(first, rel=2e-3)
     others = {results[name]["steps"][4][0] for name in CASES}
     assert len(others) == len(CASES) - 1  # projected is hetero, evaluated otherwise
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["hetero", "lossy", "constrained full", "unprojected", "uniform"])
+def test_virtual_replicas_equal_real_ones(results, name):
+    """Losses of every step and of the shared weights, with a replica in two processes or in one."""
+    got, held_out = simulated(from_dict(BASE | CASES[name]), CASES[name]["evaluation"])
+    want = results[name]
+    assert got == pytest.approx([step[0] for step in want["steps"]], rel=2e-4)
+    assert held_out == pytest.approx(want["val_loss"], rel=2e-4)
+
+
+def simulated(config, evaluation):
+    """Return the mean loss of each step, and the held-out loss."""
+    layout = Layout.of(
+        parse_replicas(config.mesh.replicas),
+        mode=config.systems.pipeline.mode,
+        constrain_full=config.systems.pipeline.constrain_full,
+        anchor=config.systems.pipeline.anchor,
+    )
+    simulation = Simulation(
+        layout,
+        lambda stage, stages: build(config.model, T, config.seed, stage=stage, num_stages=stages),
+        lambda params: adamw(config.optim, torch.nn.ParameterList(params.values())),
+        Basis(DIM, DIM // 4, config.seed),
+        options=Options(k=256, small_dense=False),
+    )
+    corpus = load_corpus("synthetic")
+    batches, schedule = TrainBatches(corpus, T, SEQS, config.seed), lr_schedule(config)
+    losses = []
+    for step in range(config.steps):
+        mean = 0.0
+        for index, replica in enumerate(simulation.replicas):
+            x, y = batches.share(index, len(simulation.replicas))
+            for x_part, y_part in zip(x.chunk(M), y.chunk(M), strict=True):
+                loss = token_loss(replica.forward(x_part), y_part) / M
+                loss.backward()
+                mean += loss.item() / len(simulation.replicas)
+            replica.project_gradients()
+            torch.nn.utils.clip_grad_norm_(replica.params.values(), config.optim.max_norm)
+            for group in replica.optimizer.param_groups:
+                group["lr"] = schedule(step)
+            replica.optimizer.step()
+            replica.optimizer.zero_grad()
+            replica.tokens += x.numel()
+        batches.advance()
+        losses.append(mean)
+        if (step + 1) % H == 0 or step + 1 == config.steps:
+            simulation.end_round()
+    x, y, _ = held_out_batch(corpus, T, evaluation["num_seqs"], 0, 1)
+    return losses, simulation.shared_loss(
+        lambda out: token_loss(out, y), x, evaluation["boundaries"]
+    )
 
 
 @pytest.mark.processes
@@ -169,6 +236,14 @@ def test_resume_equals_the_uninterrupted_run(root, results, stop):
         json.loads((root / n / "run.json").read_text())["result"] for n in ("whole", f"stop{stop}")
     ]
     assert runs[0]["val_loss"] == runs[1]["val_loss"]
+
+
+@pytest.mark.processes
+def test_a_stage_with_nan_costs_its_replica_one_round(root, results):
+    """Field case H8: the rounds before and after count both replicas, training goes on."""
+    assert all(answer["finite"] for answer in results["poisoned"])
+    rounds = [line["outer"] for line in metrics(root / "poisoned") if "outer" in line]
+    assert [r["accepted"] for r in rounds] == [[0, 1], [0], [0, 1]]
 
 
 @pytest.mark.processes

@@ -98,6 +98,24 @@ def poisoned(payload):
     return {"step": trainer.step}
 
 
+def poisoned_stage(payload):
+    """Put one NaN into the weights of a rank after the first outer round."""
+    config = from_dict(payload["config"])
+    trainer = Trainer.build(config, torch.device("cpu"))
+    step, every = trainer.train_step, config.systems.outer.sync_every
+
+    def train_step():
+        if trainer.step == every and dist.get_rank() == payload["rank"]:
+            with torch.no_grad():
+                next(iter(trainer.model.layers.values())).attn.wo.weight[0, 0] = torch.nan
+        return step()
+
+    trainer.train_step = train_step
+    trainer.run(progress=False)
+    finite = all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
+    return {"finite": finite, "step": trainer.step}
+
+
 def disjoint_experts(payload):
     """Rank r sends all its tokens to expert r; return gradients and those of a single process."""
     cfg = from_dict(payload["config"]).model

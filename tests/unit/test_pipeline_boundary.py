@@ -224,7 +224,7 @@ def test_ranks_take_the_leaders_basis_and_settings_must_agree():
     answers = run_ranks(3, check)
     for digests, own, errors, sent in answers:
         assert digests == [own] * 3
-        assert own == Basis(32, 4, seed=0).digest
+        assert own == Basis(32, 4, seed=0).digest != Basis(32, 4, seed=1).digest
         assert len(errors) == 3
         assert "on rank 2 of the pipeline" in errors[0]
         assert "pipeline ranks [1, 2] and rank 0 differ" in errors[2]

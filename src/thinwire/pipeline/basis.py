@@ -168,7 +168,8 @@ class Basis:
 
     def _take_leaders(self, group: dist.ProcessGroup, device: torch.device | str) -> int:
         assert self._matrix is not None  # coordinates with equal settings have equal hashes
-        message = self._matrix.contiguous().view(torch.uint8).view(-1).to(device)
+        # A copy: equal bases of a process share one matrix, and the broadcast writes in place.
+        message = self._matrix.clone().view(torch.uint8).view(-1).to(device)
         transport.broadcast(message, 0, group)
         taken = message.cpu().view(self._matrix.dtype).view(self.dim, self.rank)
         self._matrix = taken.clone()

@@ -191,13 +191,18 @@ class Link:
         )
 
     def check_health(
-        self, group: dist.ProcessGroup | None = None, *, strict: bool | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        strict: bool | None = None,
+        skip_nonfinite: bool = False,
     ) -> float:
         """Return the largest share off the subspace since the last call, over all boundaries.
 
         Args:
             group: ranks that must raise together, where more than the pipeline's own.
             strict: whether to raise; None: in constrained mode. Equal on all ranks of the group.
+            skip_nonfinite: leave out shares that are not a number, where others deal with them.
 
         Raises:
             ContractError: on every rank alike: over 1e-2 in constrained mode, or not a number.
@@ -207,6 +212,8 @@ class Link:
         group = group or self.group
         if group is not None:
             shares = comm.all_gather(shares, None, group=group, link="scalars", ledger=self.ledger)
+        if skip_nonfinite:
+            shares = torch.where(torch.isfinite(shares), shares, 0.0)
         worst = shares.max().item()
         strict = self.mode == "constrained" if strict is None else strict
         if strict and not worst <= HEALTH_LIMIT:

@@ -26,6 +26,7 @@ from thinwire import comm
 from thinwire.comm import Ledger
 from thinwire.errors import CheckpointError, ConfigError, ContractError
 from thinwire.pipeline import Constraint, FixedRows, Stage, find_writes
+from thinwire.replicas.anchor import pseudo_gradient
 from thinwire.replicas.ownership import divide
 from thinwire.replicas.rounds import Follower, MixedRound
 from thinwire.replicas.site import Site
@@ -191,12 +192,7 @@ class MixedReplicas(OuterLoop):
         constraint = self.constraint if self.site.layout.anchor == "projected" else None
 
         def delta(name: str) -> Tensor:
-            local = self.inner.whole(name)
-            start = theta[name]
-            if constraint is not None:
-                start = constraint.anchor(name, start.to(local.device))
-            start = start.to(local.device, local.dtype)
-            return start.float() - local.float()
+            return pseudo_gradient(name, theta[name], self.inner.whole(name), constraint)
 
         return self._core.sync(delta, self.tokens or self.progress, abstain)
 

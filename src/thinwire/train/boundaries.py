@@ -95,8 +95,10 @@ class MixedBoundaries(Boundaries):
         self.strict = strict
 
     def check_health(self) -> None:
-        """See `Boundaries`; full replicas raise with the others."""
-        self._health = self.link.check_health(dist.group.WORLD, strict=self.strict)
+        """See `Boundaries`; full replicas raise with the others, NaN is the outer round's."""
+        self._health = self.link.check_health(
+            dist.group.WORLD, strict=self.strict, skip_nonfinite=True
+        )
 
     def attach(self, optimizer: Optimizer) -> None:
         """Leave the optimizer to the outer loop."""
