@@ -169,7 +169,8 @@ class Basis:
     def _take_leaders(self, group: dist.ProcessGroup, device: torch.device | str) -> int:
         assert self._matrix is not None  # coordinates with equal settings have equal hashes
         # A copy: equal bases of a process share one matrix, and the broadcast writes in place.
-        message = self._matrix.clone().view(torch.uint8).view(-1).to(device)
+        copy = self._matrix.clone(memory_format=torch.contiguous_format)
+        message = copy.view(torch.uint8).view(-1).to(device)
         transport.broadcast(message, 0, group)
         taken = message.cpu().view(self._matrix.dtype).view(self.dim, self.rank)
         self._matrix = taken.clone()
@@ -180,7 +181,8 @@ class Basis:
         """Return U, its version and hash."""
         u = self._matrix if self._matrix is not None else torch.zeros(0)
         digest = torch.frombuffer(bytearray(self.digest), dtype=torch.uint8)
-        return {"matrix": u.clone(), "version": torch.tensor(self.version), "sha256": digest}
+        u = u.clone(memory_format=torch.contiguous_format)
+        return {"matrix": u, "version": torch.tensor(self.version), "sha256": digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with a saved basis.
