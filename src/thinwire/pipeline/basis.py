@@ -59,7 +59,9 @@ class Basis:
         if not 1 <= version < 2**32:
             raise ConfigError(f"basis version must be from 1 to 2^32 - 1, got {version}")
         self.dim, self.rank, self.seed, self.kind, self.version = dim, rank, seed, kind, version
-        self._matrix = make_basis(dim, rank, seed, dtype) if kind == "random" else None
+        # QR lays columns one after the other in memory. Rows, as in a message or a checkpoint, make
+        # products round the same on a rank that received the matrix.
+        self._matrix = make_basis(dim, rank, seed, dtype).contiguous() if kind == "random" else None
         self._cache: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     @staticmethod
@@ -103,7 +105,7 @@ class Basis:
         off = (matrix.double().mT @ matrix.double() - torch.eye(self.rank)).abs().max().item()
         if not off <= 1e-5:
             raise ConfigError(f"basis columns must be orthonormal, |U^T U - I| is {off:.1e}")
-        self._matrix = matrix.detach().clone().contiguous()
+        self._matrix = matrix.detach().clone(memory_format=torch.contiguous_format)
         self._cache.clear()
 
     def project(self, x: Tensor) -> Tensor:
@@ -197,7 +199,9 @@ class Basis:
                 f"{tuple(shape)}: keep systems.pipeline's basis, rank and ratio"
             )
         if self._matrix is not None:
-            self._matrix = state["matrix"].detach().clone().cpu().to(self._matrix.dtype)
+            self._matrix = (
+                state["matrix"].detach().clone().cpu().to(self._matrix.dtype).contiguous()
+            )
             self._cache.clear()
         self.version = int(state["version"])
         if self.digest != bytes(state["sha256"].cpu().tolist()):
