@@ -173,9 +173,11 @@ def _print_result(run: dict[str, Any]) -> None:
     result, out = run["result"], run["config"]["out"]
     print(byte_table(run["ledger"], result["steps"]))
     if result["val_loss"] is not None:
+        mode = result.get("val_boundaries")
+        how = f"{result['val_weights']} weights" + (f", boundaries: {mode}" if mode else "")
         print(
             f"\nvalidation: {result['val_loss']:.4f} nats, "
-            f"{result['val_bits_per_byte']:.4f} bits per byte ({result['val_weights']} weights)"
+            f"{result['val_bits_per_byte']:.4f} bits per byte ({how})"
         )
     print(f"{result['steps']} steps, {result['tokens']} tokens in {result['wall_s']:.1f} s")
     page = write([Path(out)], Path(out) / "report.html")

@@ -95,6 +95,8 @@ class Link:
         self.device = torch.device(device)
         self.tables: FixedRows | None = None
         self.stages: list[Stage] = []
+        if ledger is not None and mode != "none":
+            ledger.expect("pipeline", num_ranks=len(set(self.owners)))
         if group is not None:
             self._agree(group)
             basis.agree(group, device=self.device, ledger=ledger)

@@ -137,8 +137,8 @@ def attach_boundaries(
     if isinstance(layout, MixedLayout):
         return _attach_mixed(config, layout, model, ledger)
     stages = layout.sizes["pp"]
-    ledger.expect("pipeline", num_ranks=stages)
     if stages == 1:
+        ledger.expect("pipeline", num_ranks=1)
         return None
     basis = Basis(dim, cfg.rank or Basis.rank_of(dim, cfg.ratio), config.seed, cfg.basis)
     # Replicas of a stage must project alike too, not only the stages of one pipeline.
@@ -169,7 +169,5 @@ def _attach_mixed(
     basis = site.basis(config.model.dim, config.seed, cfg.basis)
     stage = site.wrap(model, basis, wire=cfg.wire, ids=cfg.ids)
     assert site.link is not None
-    if site.replica.role == "compressed":
-        ledger.expect("pipeline", num_ranks=site.replica.num_stages)
     strict = site.layout.ratio > 0 and site.layout.mode == "constrained"
     return MixedBoundaries(site.link, stage, strict)
