@@ -33,6 +33,8 @@ ARMS = {
     "senders-none": Arm("sparse", options=replace(_K128, quant="none", median_clip="off")),
     "senders-paper": Arm("sparse", options=replace(_K128, quant="paper", median_clip="off")),
     "senders-sym": Arm("sparse", options=replace(_K128, median_clip="off")),
+    "paper-4bit": Arm("sparse", options=replace(_K64, quant="paper", n_bins=16)),
+    "paper-8bit": Arm("sparse", options=replace(_K64, quant="paper", n_bins=256)),
     "replicas-none": Arm(
         "sparse", options=replace(_K128, quant="none", aggregate="replicas", median_clip="off")
     ),

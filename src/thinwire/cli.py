@@ -1,4 +1,4 @@
-"""The command line: `thinwire train | compare | report | recipes | env`.
+"""The command line: `thinwire train | compare | bench | report | export | recipes | env`.
 
 Errors a user can cause are one line on standard error, exit status 2. torch is imported by the
 commands that need it only.
@@ -28,6 +28,7 @@ usage: thinwire COMMAND ...
                      train; `thinwire train --help` lists every setting
   report DIR...      one HTML page of one or several runs
   compare R1 R2 ...  run recipes over several seeds and compare
+  bench codecs       speed of every codec against a copy of the same bytes
   export DIR         write a run's newest checkpoint as one dense safetensors file
   recipes            list the recipes
   env                versions, devices and extras
@@ -241,6 +242,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "report": _elsewhere("thinwire.report"),
     "compare": _compare,
+    "bench": _elsewhere("thinwire.lab.bench"),
     "export": _elsewhere("thinwire.train.dense"),
     "recipes": _recipes,
     "env": _env,

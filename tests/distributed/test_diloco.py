@@ -130,3 +130,23 @@ def test_faults_are_raised_by_all():
         assert all(torch.isfinite(x).all() for x in outer.core.theta.values())
 
     run_ranks(2, work)
+
+
+@pytest.mark.parametrize("codec", [None, Blockwise(bits=8, block_size=128)])
+def test_nan_is_raised_by_all_ranks_of_all_replicas(codec):
+    """The leader raises before it has gathered every parameter; its other rank must not hang."""
+
+    def work(rank):
+        model = shard(net(), 4)
+        sites = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        outer = DiLoCo(model, None, sync_every=1, codec=codec, group=sites)
+        if rank == 3:
+            with torch.no_grad():
+                model.embed.weight.to_local()[0, 0] = torch.nan
+        with pytest.raises(NonFiniteError):
+            outer.end_round()
+        with torch.no_grad():
+            model.embed.weight.to_local().nan_to_num_()
+        return outer.end_round().committed
+
+    assert run_ranks(4, work) == [True] * 4

@@ -2,15 +2,20 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from thinwire.sparseloco import Options, message_nbytes
+from tests.distributed.test_sparseloco_ranks import adam, net, train
+from thinwire.errors import CheckpointError
+from thinwire.sparseloco import Options, SparseLoCo, message_nbytes
+from thinwire.testing.ranks import run_ranks
 from thinwire.train.dense import export_run
-from thinwire.train.launch import RankFailure, launch
+from thinwire.train.launch import launch
 from thinwire.train.model import build
+from thinwire.train.outer import OuterSystem
 from thinwire.train.parse import from_dict
 from thinwire.train.recipes import OUTER
 
@@ -66,16 +71,14 @@ def root(tmp_path_factory):
     two.append({"config": moved, "resume": f"{root}/sparse-6/checkpoints/step-00000006"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(HERE), prepend=":")
-        launch(2, "trainer_cases:resumed", {"cases": cases})
+        poisoned = {"config": config(root, "poisoned", SPARSE)}
+        parts = {"resumed": {"cases": cases}, "poisoned_replica": poisoned}
+        both = launch(2, "trainer_cases:several", {"parts": parts})
         launch(4, "trainer_cases:resumed", {"cases": two})
         one = config(root, "one", SPARSE)
         step_4 = f"{root}/sparse-4/checkpoints/step-00000004"
         launch(1, "trainer_cases:resumed", {"cases": [{"config": one, "resume": step_4}]})
-        bad = config(root, "bad", SPARSE, mesh={"dp_replicate": 4, "dp_shard": 1})
-        with pytest.raises(RankFailure, match="between rounds only"):
-            launch(4, "trainer_cases:resumed", {"cases": [{"config": bad, "resume": step_4}]})
-        poisoned = config(root, "poisoned", SPARSE)
-        ends = launch(2, "trainer_cases:poisoned_replica", {"config": poisoned})
+        ends = [found["poisoned_replica"] for found in both]
         (root / "poisoned" / "ends.json").write_text(json.dumps(ends))
     return root
 
@@ -173,6 +176,21 @@ def test_fewer_and_more_replicas_go_on(root):
     assert one[-1]["loss"] == pytest.approx(whole[-1]["loss"], abs=0.2)
     assert four[0]["loss"] == pytest.approx(whole[6]["loss"], rel=1e-4)
     assert four[-1]["outer"]["accepted"] == [0, 1, 2, 3]
+
+
+def test_replicas_are_added_between_rounds_only():
+    def work(rank):
+        model = net()
+        optimizer = adam(model)
+        layout = SimpleNamespace(sizes={"dp_replicate": 2}, index=lambda axis: rank)
+        system = OuterSystem(SparseLoCo(model, optimizer, sync_every=3), layout)
+        train(model, optimizer, rank, 4)
+        system.expect({"dp_replicate": 1})
+        assert system.heir == 0
+        with pytest.raises(CheckpointError, match="between rounds only"):
+            system.load_state_dict(system.state_dict())
+
+    run_ranks(2, work)
 
 
 def test_export_takes_one_replica(root):

@@ -70,9 +70,9 @@ def site(replica, port, folder, join):
             last = outer.last
             log.append((last.round, last.committed, last.accepted, last.own, last.reasons))
             rounds_of_three = sum(entry[2] == ROSTER for entry in log[-2:])
-            if (last.round + 1 >= ROUNDS and rounds_of_three == 2) or len(log) > 60:
+            if (last.round + 1 >= ROUNDS and rounds_of_three == 2) or len(log) > 600:
                 break
-        time.sleep(0.02)
+        time.sleep(0.05)
     torch.save({"log": log, "weights": weights(model)}, f"{folder}/site{replica}.pt")
 
 

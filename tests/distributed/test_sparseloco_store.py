@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import FileStore, HashStore
 
 from tests.distributed.test_sparseloco_ranks import adam, net, train, weights
@@ -112,7 +113,7 @@ def test_an_absent_site_is_waited_for_once():
 
     def site(replica):
         part = sites.part(replica, roster)
-        link = sites.transport(replica, roster, timeout_s=0.5)
+        link = sites.transport(replica, roster, timeout_s=2.0)
         outcomes, seconds = [], []
         for t in range(3):
             start = time.monotonic()
@@ -124,8 +125,8 @@ def test_an_absent_site_is_waited_for_once():
     for part, outcomes, seconds, awaited in results:
         assert [o.accepted for o in outcomes] == [(0, 1)] * 3
         assert outcomes[0].reasons == {2: "no message"}
-        assert seconds[0] > 0.45
-        assert max(seconds[1:]) < 0.3
+        assert seconds[0] > 1.9
+        assert max(seconds[1:]) < 1.5
         assert awaited == {0, 1}
         assert torch.equal(part.theta["w"], results[0][0].theta["w"])
 
@@ -140,13 +141,14 @@ def test_too_few_sites_abort():
 
 
 def test_a_late_site_follows_and_is_awaited_again():
-    sites, roster, done = Sites(), (0, 1), threading.Event()
+    sites, roster = Sites(), (0, 1)
+    done, followed = threading.Event(), threading.Event()
 
     def prompt():
         part, link = sites.part(0, roster), sites.transport(0, roster, timeout_s=0.2)
         first = run_round([part], [delta(1)], 1, link)
         done.set()
-        time.sleep(0.3)  # its own inner steps, while the late site catches up
+        followed.wait(20)  # its own inner steps, while the late site catches up
         link.timeout_s = 20.0
         return part, [first, run_round([part], [delta(2)], 1, link)]
 
@@ -155,6 +157,7 @@ def test_a_late_site_follows_and_is_awaited_again():
         done.wait()
         first = run_round([part], [delta(3)], 1, link)
         owed = {n: e.clone() for n, e in part.residual.items()}
+        followed.set()
         time.sleep(0.5)  # slower than the prompt site, which waits this time
         return part, [first, run_round([part], [delta(4)], 1, link)], owed
 
@@ -220,6 +223,24 @@ def test_a_rank_that_missed_the_vote_and_read_otherwise_cannot_follow():
     assert (other.round, other.abstains) == (0, "")
 
 
+def test_a_site_that_dies_before_the_vote_is_still_in_the_mean():
+    """Its message was whole and all others read the same one: they commit with it."""
+    sites, roster = Sites(), (0, 1, 2)
+
+    def survivor(replica):
+        part, link = sites.part(replica, roster), sites.transport(replica, roster, timeout_s=1.0)
+        outcomes = [run_round([part], [delta(10 * replica + t)], 1, link) for t in range(2)]
+        return part, outcomes
+
+    def victim():
+        part, link = sites.part(1, roster), sites.transport(1, roster)
+        link.exchange(part, part.prepare(delta(10), 1))
+
+    (a, first), _, (b, second) = sites.run(lambda: survivor(0), victim, lambda: survivor(2))
+    assert [o.accepted for o in first] == [o.accepted for o in second] == [(0, 1, 2), (0, 2)]
+    assert torch.equal(a.theta["w"], b.theta["w"])
+
+
 def test_stages_on_several_ranks_vote_together():
     """Replica 0 holds two stages on one rank, replica 1 on two ranks."""
     sites, roster = Sites(), (0, 1)
@@ -247,6 +268,33 @@ def test_stages_on_several_ranks_vote_together():
     assert torch.equal(whole[1].theta["w"], back[0].theta["w"])
 
 
+class _Gone:
+    """A store whose connection broke after some calls."""
+
+    def __init__(self, store, calls):
+        self._store, self._left = store, calls
+
+    def __getattr__(self, name):
+        self._left -= 1
+        if self._left < 0:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("calls", [0, 2, 7, 10])
+def test_a_lost_store_is_a_peer_error_and_changes_nothing(calls):
+    sites = Sites()
+    part, link = sites.part(0, (0,)), sites.transport(0, (0,))
+    run_round([part], [delta(0)], 1, link)
+    theta, residual = part.theta["w"], part.residual["w"]
+    link.store = _Gone(link.store, calls)
+    with pytest.raises(PeerError, match="the store failed during"):
+        run_round([part], [delta(1)], 1, link)
+    assert part.theta["w"] is theta
+    assert part.residual["w"] is residual
+    assert part.round == 1
+
+
 # -- joining -----------------------------------------------------------------------------------
 
 
@@ -258,7 +306,7 @@ def test_a_site_joins_a_run_under_way():
         part, link = sites.part(replica, roster), sites.transport(replica, roster, timeout_s=5)
         link.awaited = {0, 1}
         outcomes = []
-        for t in range(40):
+        for t in range(400):
             outcomes.append(run_round([part], [delta(10 * replica + t)], 1, link))
             going.set()
             time.sleep(0.02)
@@ -367,7 +415,7 @@ def test_a_straggler_closes_its_round_with_the_steps_it_has():
         with LOCK:
             model = net()
         optimizer = adam(model)
-        link = sites.transport(replica, roster, deadline=Deadline(c=2.0, floor_s=0.3), grace_s=5.0)
+        link = sites.transport(replica, roster, deadline=Deadline(c=2.0, floor_s=1.5), grace_s=10.0)
         outer = SparseLoCo(model, optimizer, sync_every=steps, transport=link)
         counts = []
         for t in range(3):
@@ -375,7 +423,7 @@ def test_a_straggler_closes_its_round_with_the_steps_it_has():
             done = 0
             while outer.rounds["committed"] == committed:
                 if replica == 2 and t > 0:
-                    time.sleep(0.25)
+                    time.sleep(0.6)
                 train(model, optimizer, replica, 1, start=10 * t + done)
                 done += 1
             counts.append(done)

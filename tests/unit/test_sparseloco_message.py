@@ -6,8 +6,10 @@ import zlib
 import pytest
 import torch
 
+from thinwire.codecs import TopK
 from thinwire.errors import ConfigError, ContractError, WireError
 from thinwire.sparseloco import Options, Partition, Table, message_nbytes
+from thinwire.sparseloco.bins import Bins
 from thinwire.sparseloco.message import read_header, unpack
 
 HEADER = 128
@@ -189,3 +191,45 @@ def test_values_beyond_the_levels_range_abstain_and_bf16_carries_them():
     assert "range" in part.abstains
     wide = partition(Options(level_dtype="bf16"))
     assert not read_header(message_of(wide, scale=1e6)).abstains
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (100, 257), (3, 70, 80)])
+def test_older_quantizers_of_more_bins(shape):
+    n = torch.Size(shape).numel()
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    plain = TopK(k=128, shape=shape, quant="none")
+    kept = plain.decode(plain.encode(x), n, x.dtype)
+    paper = TopK(k=128, shape=shape, quant="paper")
+    four = Bins(plain, 4)
+    same_as = paper.decode(paper.encode(x), n, x.dtype)
+    torch.testing.assert_close(four.decode(four.encode(x), n, x.dtype), same_as)
+    errors = {}
+    for bins in (4, 16, 256):
+        codec = Bins(plain, bins)
+        wire = codec.encode(x)
+        count = plain.geometry(n).entries
+        codes = count if bins == 256 else -(-count // 2)
+        nbytes = 4 * (1 + bins) + plain.geometry(n).index_nbytes + codes
+        assert wire.numel() == codec.wire_nbytes(n, x.dtype) == -(-nbytes // 4) * 4
+        errors[bins] = (codec.decode(wire, n, x.dtype) - kept).square().sum() / kept.square().sum()
+        wires = torch.stack([wire, codec.encode(2 * x)])
+        both = codec.decode(wires[0], n, x.dtype) + codec.decode(wires[1], n, x.dtype)
+        assert torch.equal(codec.decode_sum(wires, n, x.dtype), both)
+        x[7] = torch.nan
+        assert codec.nonfinite_count(wires, n, x.dtype) == 0
+        assert codec.nonfinite_count(codec.encode(x), n, x.dtype) == 1
+        x[7] = 0.0
+    assert errors[256] < 0.1 * errors[16]
+    assert errors[16] < 0.5 * errors[4]
+    assert errors[256] < 1e-3
+
+
+def test_more_bins_travel_as_messages():
+    part = partition(Options(quant="paper", n_bins=16))
+    message = message_of(part)
+    assert read_header(message).flags >> 1 & 3 == 3
+    assert judge(part, message).header.tokens == 77
+    with pytest.raises(ConfigError, match="n_bins"):
+        Options(n_bins=16)
+    with pytest.raises(ConfigError, match="n_bins"):
+        Options(quant="paper", n_bins=7)

@@ -15,6 +15,8 @@ from numba.extending import intrinsic
 from thinwire.kernels.parallel import inline, jit
 
 __all__ = [
+    "add_block",
+    "at_least",
     "bf16_bits",
     "f32",
     "float_order",
@@ -144,6 +146,15 @@ def store_block(buf: Any, count: Any, x: Any, dtype: Any, begin: Any) -> None:
             part[i] = fp16_bits(buf[i])
 
 
+@jit
+def add_block(buf: Any, count: Any, x: Any, dtype: Any, begin: Any) -> None:
+    """Add buf[:count] to x[begin : begin + count], an fp32 array (dtype 0)."""
+    part = x[begin : begin + count]
+    if dtype == 0:
+        for i in range(count):
+            part[i] += buf[i]
+
+
 @inline
 def _low_fields(width: Any, stride: Any) -> Any:
     """Return a mask of `width` low bits in every `stride` bits (16, 32 or 64) of a word."""
@@ -201,6 +212,63 @@ def _unaligned(kind: Any, bits: int, store: bool) -> Any:
             return kind(buffer, types.intp), codegen
 
     return word
+
+
+def _codegen_mask16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    words, lanes = ir.VectorType(ir.IntType(32), 16), ir.IntType(16)
+    base = context.make_array(signature.args[0])(context, builder, args[0]).data
+    pointer = builder.bitcast(builder.gep(base, [args[1]]), words.as_pointer())
+    value = builder.load(pointer, align=4)
+    key = builder.and_(value, ir.Constant(words, [0x7FFFFFFF] * 16))
+    floor = builder.insert_element(ir.Constant(words, ir.Undefined), args[2], ir.IntType(32)(0))
+    floor = builder.shuffle_vector(floor, floor, ir.Constant(words, [0] * 16))
+    mask = builder.icmp_signed(">=", key, floor)
+    return builder.zext(builder.bitcast(mask, lanes), ir.IntType(32))
+
+
+def _mask16(typing_context: Any, words: Any, at: Any, floor: Any) -> Any:
+    return types.uint32(words, types.intp, types.int32), _codegen_mask16
+
+
+# mask16(words, at, floor): which of the 16 fp32 patterns words[at:] have a magnitude >= floor.
+mask16: Any = intrinsic(_mask16)
+
+
+def _codegen_lowest(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    return builder.cttz(args[0], ir.IntType(1)(1))
+
+
+def _lowest_bit(typing_context: Any, mask: Any) -> Any:
+    return types.int64(types.uint64), _codegen_lowest
+
+
+# lowest_bit(mask): the position of the lowest bit set in a uint64 that is not 0.
+lowest_bit: Any = intrinsic(_lowest_bit)
+
+
+@inline
+def at_least(words: Any, begin: Any, count: Any, floor: Any, out: Any, n: Any) -> Any:
+    """Append to out[n:] the positions i, ascending, with |words[begin + i]| >= floor, i < count.
+
+    Positions beyond out's end are counted, not written. Return the new n.
+    """
+    whole = count - count % 64
+    room = out.size
+    for i in range(0, whole, 64):
+        mask = _U64(0)
+        for part in range(0, 64, 16):
+            mask |= _U64(mask16(words, begin + i + part, floor)) << _U64(part)
+        while mask != _U64(0):
+            if n < room:
+                out[n] = i + lowest_bit(mask)
+            n += 1
+            mask &= mask - _U64(1)
+    for i in range(whole, count):
+        if _I32(words[begin + i] & _I32(0x7FFFFFFF)) >= floor:
+            if n < room:
+                out[n] = i
+            n += 1
+    return n
 
 
 load_u16 = _unaligned(types.uint16, 16, store=False)

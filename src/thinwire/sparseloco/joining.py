@@ -125,7 +125,9 @@ def _answers(
 
 @torch.no_grad()
 def _load(store: Store, number: int, part: Partition, expected: str) -> None:
-    data = get_bytes(store, f"want/{number}/theta{part.stage}")
+    key = f"want/{number}/theta{part.stage}"
+    data = get_bytes(store, key)
+    delete_bytes(store, key)  # nobody else needs so large a value
     if data is None or hashlib.sha256(data).hexdigest() != expected:
         raise PeerError(f"the weights of stage {part.stage} are missing or do not fit their hash")
     flat = torch.frombuffer(bytearray(data), dtype=torch.float32)

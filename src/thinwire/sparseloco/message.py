@@ -1,8 +1,9 @@
 """One replica's message of a round: a header of 128 bytes, then the payload.
 
-Little-endian: magic, version, flags (bit 0 abstain, 1-2 quant, 3-4 chunking, 5 bf16 levels), round,
-replica, stage, tokens, payload bytes, tensors, basis version, config hash, table hash, SHA-256 of
-the payload, start of the anchor's SHA-256 (or zeros), CRC-32 of what stands before it.
+Little-endian: magic, version, flags, round, replica, stage, tokens, payload bytes, tensors, basis
+version, config hash, table hash, SHA-256 of the payload, start of the anchor's SHA-256 (or zeros),
+CRC-32 of what stands before it. Flags: bit 0 abstain; 1-2 quant (0 none, 1 paper, 2 sym, 3 paper
+of more bins); 3-4 chunking; 5 bf16 levels.
 
 A message is judged before any of its numbers is used, and rejected whole.
 """

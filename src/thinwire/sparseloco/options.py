@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from thinwire.codecs.topk import TopK
 from thinwire.errors import ConfigError
 from thinwire.schedules import Schedule
+from thinwire.sparseloco.bins import Bins
 
 __all__ = ["Options"]
 
@@ -31,6 +32,7 @@ class Options:
         tile: side of the square tiles that matrices are cut into, at most 64.
         quant: values of the wire: "sym" (2 bits, two levels per tile), "paper" (2 bits, four levels
             per tensor) or "none" (fp32).
+        n_bins: levels of "paper": 4, or 16 and 256 (4 and 8 bits, older settings).
         level_dtype: type of sym's levels: "fp16", or "bf16" (wider range, fewer digits).
         chunking: "pad" or "paper" (tiles with partial edges), or "reference" (tile sides are the
             largest divisors; degenerates at prime sizes).
@@ -54,6 +56,7 @@ class Options:
     k: int = 64
     tile: int = 64
     quant: str = "sym"
+    n_bins: int = 4
     level_dtype: str = "fp16"
     chunking: str = "pad"
     small_dense: bool = True
@@ -76,11 +79,13 @@ class Options:
             raise ConfigError(f"beta must lie in [0, 1], got {self.beta!r}")
         if self.min_quorum < 1 or self.check_every < 0:
             raise ConfigError("min_quorum must be at least 1 and check_every not negative")
-        self.codec((1,))  # checks k and tile
+        if self.n_bins != 4 and self.quant != "paper":
+            raise ConfigError(f"n_bins {self.n_bins!r} goes with quant 'paper', not {self.quant!r}")
+        self.codec((1,))  # checks k, tile and n_bins
 
-    def codec(self, shape: tuple[int, ...]) -> TopK:
+    def codec(self, shape: tuple[int, ...]) -> TopK | Bins:
         """Return the codec of a compressed tensor."""
-        return TopK(
+        topk = TopK(
             k=self.k,
             shape=shape,
             quant=self.quant,
@@ -88,6 +93,7 @@ class Options:
             chunking=self.chunking,
             tile=self.tile,
         )
+        return topk if self.n_bins == 4 else Bins(replace(topk, quant="none"), self.n_bins)
 
     def alpha_at(self, round_: int) -> float:
         """Return the outer learning rate of a round."""
@@ -96,7 +102,7 @@ class Options:
     @property
     def flags(self) -> int:
         """Return the header's flags, without the abstain bit."""
-        quant = {"none": 0, "paper": 1, "sym": 2}[self.quant]
+        quant = {"none": 0, "paper": 1, "sym": 2}[self.quant] if self.n_bins == 4 else 3
         chunking = _CHOICES["chunking"].index(self.chunking)
         return quant << 1 | chunking << 3 | (self.level_dtype == "bf16") << 5
 

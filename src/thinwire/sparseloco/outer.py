@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from thinwire.comm import Ledger
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import CheckpointError, ConfigError, ThinwireError
 from thinwire.sparseloco.partition import Delta
 from thinwire.sparseloco.replica import Inner
 from thinwire.sparseloco.rounds import Outcome
@@ -161,20 +161,27 @@ class OuterLoop:
         return outcome
 
     def _sync(self, abstain: str) -> Outcome:
-        gathered = iter(self.inner.params)
-        core = self.core
+        core, ungathered = self.core, _wire_order(self.inner.params)
         if core is None:
-            for name in _wire_order(gathered):
+            for name in ungathered:
                 self.inner.whole(name)
             return self.inner.lead(_unreachable)
 
         def delta(name: str) -> Tensor:
+            ungathered.remove(name)
             local = self.inner.whole(name)
             start = core.theta[name].to(local.dtype)
             return start.float() - local.to(start.device).float()
 
-        tokens = self.tokens or self.progress
-        return self.inner.lead(lambda: core.sync(delta, tokens, abstain))
+        def sync() -> Outcome:
+            try:
+                return core.sync(delta, self.tokens or self.progress, abstain)
+            except ThinwireError:
+                for name in ungathered:  # the replica's other ranks gather all of them
+                    self.inner.whole(name)
+                raise
+
+        return self.inner.lead(sync)
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from thinwire.codecs.cast import Cast
 from thinwire.codecs.feedback import encode_with_feedback
 from thinwire.codecs.topk import TopK
 from thinwire.errors import ConfigError, WireError
+from thinwire.sparseloco.bins import Bins
 from thinwire.sparseloco.options import Options
 
 __all__ = ["HEADER_NBYTES", "Record", "Table", "message_nbytes"]
@@ -38,7 +39,7 @@ class Record:
 
     name: str
     shape: tuple[int, ...]
-    codec: TopK | Cast
+    codec: TopK | Bins | Cast
     offset: int
     nbytes: int
 
@@ -50,14 +51,15 @@ class Record:
     @property
     def sparse(self) -> bool:
         """Return whether only the largest entries travel."""
-        return isinstance(self.codec, TopK)
+        return not isinstance(self.codec, Cast)
 
     @property
     def entries(self) -> int:
         """Return K."""
-        return (
-            self.codec.geometry(self.numel).entries if isinstance(self.codec, TopK) else self.numel
-        )
+        if isinstance(self.codec, Cast):
+            return self.numel
+        topk = self.codec.topk if isinstance(self.codec, Bins) else self.codec
+        return topk.geometry(self.numel).entries
 
     def encode(
         self, delta: Tensor, residual: Tensor, beta: float, new_residual: Tensor, payload: Tensor
@@ -82,7 +84,7 @@ class Record:
         """
         wire = payload[self.offset : self.offset + self.nbytes]
         position: Tensor | None = None
-        if isinstance(self.codec, TopK):
+        if not isinstance(self.codec, Cast):
             position, value = self.codec.entries(wire, self.numel)
         else:
             value = self.codec.decode(wire, self.numel, torch.float32)
@@ -161,7 +163,7 @@ def message_nbytes(shapes: Mapping[str, Sequence[int]], options: Options | None 
     return Table(shapes, options or Options()).message_nbytes
 
 
-def _codec(shape: tuple[int, ...], options: Options) -> TopK | Cast:
+def _codec(shape: tuple[int, ...], options: Options) -> TopK | Bins | Cast:
     small = len(shape) < 2 or math.prod(shape) < SMALL
     if math.prod(shape) == 0 or (small and options.small_dense):
         return Cast("fp32" if options.quant == "none" else "bf16")

@@ -137,11 +137,7 @@ def _schedule(
             # With one block size for all levels, bits per weight say no more than the width.
             measure="payload" if cfg.levels == "widths" else "bpw",
         )
-    if cfg.symmetric:
-        raise ConfigError(
-            "systems.weights.symmetric needs a symmetric codec, which is not there yet"
-        )
-    codec = Blockwise(bits=cfg.bits, block_size=cfg.block_size)
+    codec = Blockwise(bits=cfg.bits, block_size=cfg.block_size, symmetric=cfg.symmetric)
     return aquavit.Static(codec) if cfg.codec == "static" else aquavit.Difference(codec)
 
 

@@ -18,6 +18,9 @@ __all__ = ["Step", "adams_", "gather", "largest", "sweep_"]
 _PACKAGE = "thinwire.kernels.adams"
 _BLOCK = 2048
 _NONE = np.empty(0, np.float32)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+# Elements that the floor of a selection is guessed from.
+_SAMPLE = 65536
 
 
 def _constants(h: Step) -> tuple[Any, ...]:
@@ -137,46 +140,36 @@ def largest(statistic: Tensor, k: int) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=x.device)
     if x.device.type == "cuda":
         return _largest_by_threshold(x, k)
-    cpu = backend(_PACKAGE, "cpu")
-    blocks, values = _blocks(n), array(x)
-    threshold, ties, parts = _threshold(cpu, values, n, k)
-    # Each part writes behind those before it, so their counts come first.
-    out = torch.empty(k, dtype=torch.int64)
-    target, at = array(out), 0
-    cuts = [blocks * i // len(parts) for i in range(len(parts) + 1)]
-    jobs = []
-    for part, (above, equal) in enumerate(parts):
-        take = min(ties, equal)
-        jobs.append((cuts[part], cuts[part + 1], take, target[at : at + above + take]))
-        ties -= take
-        at += above + take
-    run(lambda a, b: _scan(cpu, values, threshold, jobs[a:b]), len(jobs), n)
-    return out
+    index = _candidates(x.view(torch.int32).numpy(), array(x), k)
+    keys = x.view(torch.int32).numpy()[index] & _MAGNITUDE
+    threshold = np.partition(keys, len(keys) - k)[len(keys) - k]
+    taken = keys > threshold
+    taken[np.flatnonzero(keys == threshold)[: k - int(taken.sum())]] = True
+    return torch.from_numpy(index[taken])
 
 
-def _scan(cpu: Any, values: np.ndarray, threshold: int, jobs: list[tuple[Any, ...]]) -> None:
-    for begin, end, take, out in jobs:
-        cpu.scan(begin, end, values, _BLOCK, np.int32(threshold), take, out)
+def _candidates(words: np.ndarray, values: np.ndarray, k: int) -> np.ndarray:
+    """Return ascending positions that hold the k largest, and few more.
 
-
-def _threshold(
-    cpu: Any, values: np.ndarray, n: int, k: int
-) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return the k-th largest key, how many equal keys to take, and counts above, equal by part."""
-    blocks = _blocks(n)
-    hist = sum(run(cpu.histogram, blocks, n, values, _BLOCK))
-    beyond = np.cumsum(hist[::-1])[::-1]  # keys with this digit or a larger one
-    digit = int(np.flatnonzero(beyond >= k)[-1])
-    need = k - int(beyond[digit] - hist[digit])
-    found = run(cpu.collect, blocks, n, values, _BLOCK, digit, int(hist[digit]))
-    keys = np.concatenate([keys for _, keys in found])
-    threshold = int(np.partition(keys, len(keys) - need)[len(keys) - need])
-    ties = need - int((keys > threshold).sum())
-    parts = [
-        (above + int((own > threshold).sum()), int((own == threshold).sum()))
-        for above, own in found
-    ]
-    return threshold, ties, parts
+    A sample tells a floor that almost surely lies a little below the k-th largest; one pass
+    collects what is above. A floor too high is lowered, and no result depends on the sample.
+    """
+    n = len(words)
+    sample = words[:: max(1, n // _SAMPLE) | 1] & _MAGNITUDE
+    expected = len(sample) * k / n
+    rank = int(expected + 4 * expected**0.5) + 1
+    while True:
+        place = len(sample) - rank
+        floor = np.int32(np.partition(sample, place)[place]) if place > 0 else np.int32(0)
+        room = min(n, int(1.25 * n * rank / len(sample)) + 64)
+        args = (backend(_PACKAGE, "cpu").candidates, _blocks(n), n, values, _BLOCK, floor)
+        found = run(*args, room)
+        most = max(count for _, count in found)
+        if most > room:  # many ties at the floor
+            found = run(*args, most)
+        if sum(count for _, count in found) >= k:
+            return np.concatenate([positions for positions, _ in found])
+        rank *= 8
 
 
 def _largest_by_threshold(x: Tensor, k: int) -> Tensor:

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.kernels.bits import load_block
+from thinwire.kernels.bits import at_least, load_block
 from thinwire.kernels.parallel import inline, jit
 
-__all__ = ["adams", "collect", "gather", "histogram", "scan", "sweep"]
+__all__ = ["adams", "candidates", "gather", "sweep"]
 
-_F32, _I32 = np.float32, np.int32
+_F32 = np.float32
 _ZERO, _ONE = _F32(0.0), _F32(1.0)
 
 
@@ -152,45 +152,16 @@ def sweep(
 
 
 @jit
-def histogram(start: Any, stop: Any, x: Any, size: Any) -> Any:
-    """Count the leading 12 bits (sign excluded) of blocks start..stop of fp32 magnitudes."""
-    counts = np.zeros((4, 4096), np.int64)
-    words = x.view(np.int32)[start * size : min(stop * size, x.size)]
-    for i in range(words.size):
-        counts[i & 3, _I32(words[i] & _I32(0x7FFFFFFF)) >> 19] += 1
-    return counts[0] + counts[1] + counts[2] + counts[3]
+def candidates(start: Any, stop: Any, x: Any, size: Any, floor: Any, room: Any) -> Any:
+    """Return the positions in blocks start..stop with |x| >= floor, and how many there are.
 
-
-@jit
-def collect(start: Any, stop: Any, x: Any, size: Any, digit: Any, room: Any) -> Any:
-    """Return how many keys lie above `digit` and the keys (at most room) that have it."""
-    above = 0
-    keys = np.empty(room + 1, np.int32)
-    n = 0
-    words = x.view(np.int32)[start * size : min(stop * size, x.size)]
-    for i in range(words.size):
-        key = _I32(words[i] & _I32(0x7FFFFFFF))
-        lead = key >> 19
-        above += 1 if lead > digit else 0
-        keys[min(n, room)] = key
-        n += 1 if lead == digit else 0
-    return above, keys[:n].copy()
-
-
-@jit
-def scan(start: Any, stop: Any, x: Any, size: Any, threshold: Any, ties: Any, out: Any) -> Any:
-    """Write the positions at or above the threshold (equal ones: the first `ties`) into out."""
-    n = 0
+    Only the first `room` are returned.
+    """
+    out = np.empty(room, np.int64)
     begin = start * size
-    words = x.view(np.int32)[begin : min(stop * size, x.size)]
-    last = out.size - 1
-    for i in range(words.size):
-        key = _I32(words[i] & _I32(0x7FFFFFFF))
-        take = key > threshold
-        if key == threshold and ties > 0:
-            take = True
-            ties -= 1
-        if n <= last:
-            out[n] = begin + i
-        n += 1 if take else 0
-    return n
+    count = min(stop * size, x.size) - begin
+    n = at_least(x.view(np.int32), begin, count, floor, out, 0)
+    out = out[: min(n, room)]
+    for j in range(out.size):
+        out[j] += begin
+    return out, n

@@ -1,6 +1,7 @@
 """Block quantization on CPU threads: equals `reference.py` bit for bit.
 
-One block at a time stays in the first-level cache: read, minimum and maximum, codes, packed words.
+A panel of blocks at a time stays in the first-level cache: read, minima and maxima, codes, packed
+words, each step one SIMD loop.
 """
 
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.kernels.bits import (
+    add_block,
     bf16_bits,
     f32,
     float_order,
@@ -36,6 +38,10 @@ _INF_ORDER = _I32(0x7F800000)
 _ROUND = _F32(12582912.0)
 _ROUND_BITS = _I32(0x4B400000)
 _NAN = _F32(np.nan)
+# Elements worked on at a time: they stay in the first-level cache, and small blocks share loops.
+_PANEL = 2048
+# The smallest block; loops of a fixed length become SIMD code without remainders.
+_LANES = 32
 
 
 @inline
@@ -49,12 +55,11 @@ def _from_meta(h: Any, bf16: Any) -> Any:
 
 
 @inline
-def _min_max(buf: Any, count: Any) -> Any:
+def _min_max(words: Any, begin: Any, count: Any) -> Any:
     """Return minimum and maximum as ordered integers, in which NaN lies outside infinity."""
     lo, hi = _I32(0x7FFFFFFF), _I32(-0x7FFFFFFF)
-    words = buf.view(np.int32)
-    for i in range(count):
-        order = float_order(words[i])
+    for i in range(begin, begin + count):
+        order = float_order(words[_U64(i)])
         lo = min(lo, order)
         hi = max(hi, order)
     return lo, hi
@@ -90,52 +95,67 @@ def _block_meta(lo: Any, hi: Any, top: Any, half: Any, bf16: Any) -> Any:
 
 @inline
 def _codes(
-    buf: Any, u: Any, q: Any, size: Any, s: Any, z: Any, top: Any, half: Any, sr: Any
+    buf: Any, u: Any, q: Any, begin: Any, size: Any, s: Any, z: Any, top: Any, half: Any, sr: Any
 ) -> None:
     low, high = _F32(-half), _F32(top - half)
     shift = _I32(half) - _ROUND_BITS
-    if sr:
-        for i in range(size):
-            y = np.floor((buf[i] - z) / s + u[i])
-            y = min(max(y, low), high)
-            q[i] = _U8(_I32(y) + half)
+    for c in range(begin, begin + size, _LANES):
+        if sr:
+            for i in range(_LANES):
+                y = np.floor((buf[_U64(c + i)] - z) / s + u[_U64(c + i)])
+                y = min(max(y, low), high)
+                q[_U64(c + i)] = _U8(_I32(y) + half)
+        else:
+            for i in range(_LANES):
+                y = (buf[_U64(c + i)] - z) / s
+                y = min(max(y, low), high)
+                q[_U64(c + i)] = _U8(_I32(_F32(y + _ROUND).view(np.int32)) + shift)
+
+
+@inline
+def _pack(words: Any, first: Any, count: Any, out: Any, begin: Any, bits: Any) -> None:
+    """Write `count` words of 8 packed codes each; squeezed first, so that it is SIMD code."""
+    if bits == 8:
+        for j in range(count):
+            store_u64(out, begin + j * 8, words[_U64(first + j)])
+        return
+    for j in range(first, first + count):
+        words[_U64(j)] = pack_word(words[_U64(j)], bits)
+    if bits == 4:
+        for j in range(count):
+            store_u32(out, begin + j * 4, np.uint32(words[_U64(first + j)]))
+    elif bits == 2:
+        for j in range(count):
+            store_u16(out, begin + j * 2, _U16(words[_U64(first + j)]))
     else:
-        for i in range(size):
-            y = (buf[i] - z) / s
-            y = min(max(y, low), high)
-            q[i] = _U8(_I32(_F32(y + _ROUND).view(np.int32)) + shift)
+        # Two bytes too many per word, overwritten by the next; the last word ends exactly.
+        for j in range(count - 1):
+            store_u64(out, begin + j * 6, words[_U64(first + j)])
+        last = words[_U64(first + count - 1)]
+        store_u32(out, begin + count * 6 - 6, np.uint32(last))
+        store_u16(out, begin + count * 6 - 2, _U16(last >> _U64(32)))
 
 
 @inline
-def _pack(q: Any, size: Any, out: Any, begin: Any, bits: Any) -> None:
-    words = q.view(np.uint64)
-    for j in range(size // 8):
-        w = pack_word(words[j], bits)
-        at = begin + j * bits
-        if bits == 8:
-            store_u64(out, at, w)
-        elif bits == 2:
-            store_u16(out, at, _U16(w))
-        else:
-            store_u32(out, at, np.uint32(w))
-            if bits == 6:
-                store_u16(out, at + 4, _U16(w >> _U64(32)))
-
-
-@inline
-def _unpack(wire: Any, begin: Any, size: Any, q: Any, bits: Any) -> None:
-    words = q.view(np.uint64)
-    for j in range(size // 8):
-        at = begin + j * bits
-        if bits == 8:
-            w = load_u64(wire, at)
-        elif bits == 2:
-            w = _U64(load_u16(wire, at))
-        else:
-            w = _U64(load_u32(wire, at))
-            if bits == 6:
-                w = w | (_U64(load_u16(wire, at + 4)) << _U64(32))
-        words[j] = unpack_word(w, bits)
+def _unpack(wire: Any, begin: Any, words: Any, first: Any, count: Any, bits: Any) -> None:
+    """Read `count` words of 8 codes each: inverts `_pack`."""
+    if bits == 8:
+        for j in range(count):
+            words[_U64(first + j)] = load_u64(wire, begin + j * 8)
+        return
+    if bits == 4:
+        for j in range(count):
+            words[_U64(first + j)] = _U64(load_u32(wire, begin + j * 4))
+    elif bits == 2:
+        for j in range(count):
+            words[_U64(first + j)] = _U64(load_u16(wire, begin + j * 2))
+    else:
+        for j in range(count):
+            at = begin + j * 6
+            high = _U64(load_u16(wire, at + 4)) << _U64(32)
+            words[_U64(first + j)] = _U64(load_u32(wire, at)) | high
+    for j in range(first, first + count):
+        words[_U64(j)] = unpack_word(words[_U64(j)], bits)
 
 
 @inline
@@ -150,7 +170,7 @@ def _places(b: Any, blocks: Any, size: Any, bits: Any, meta_bytes: Any, split: A
 
 @inline
 def _fill(x: Any, dtype: Any, begin: Any, size: Any, buf: Any) -> None:
-    """Load a block, padded with the last valid value of x (zero when x is empty)."""
+    """Load a panel, padded with the last valid value of x (zero when x is empty)."""
     count = max(0, min(size, x.size - begin))
     load_block(x, dtype, begin, count, buf)
     if count < size:
@@ -160,6 +180,22 @@ def _fill(x: Any, dtype: Any, begin: Any, size: Any, buf: Any) -> None:
             last = buf[size - 1]
         for i in range(count, size):
             buf[i] = last
+
+
+@inline
+def _metas(
+    words: Any, count: Any, size: Any, top: Any, half: Any, bf16: Any, ends: Any, meta: Any,
+    good: Any,
+) -> None:  # fmt: skip
+    """Write scale and minimum of each block of a panel, and whether it can be coded."""
+    for i in range(count):
+        ends[0, i], ends[1, i] = _min_max(words, i * size, size)
+    nan = _to_meta(_NAN, bf16)
+    for i in range(count):
+        s, z, ok = _block_meta(ends[0, i], ends[1, i], top, half, bf16)
+        if not ok:
+            s, z = nan if half > 0 else _U16(0), nan
+        meta[0, i], meta[1, i], good[i] = s, z, ok
 
 
 @jit
@@ -182,30 +218,56 @@ def encode(
     step: Any,
 ) -> None:
     """Encode blocks start..stop of x into out; half > 0 is the symmetric arm."""
-    buf = np.empty(size, np.float32)
-    u = np.empty(size if sr else 1, np.float32)
-    q = np.empty(size, np.uint8)
+    per = max(1, _PANEL // size)
+    buf = np.empty(per * size, np.float32)
+    words = buf.view(np.int32)
+    u = np.empty(per * size if sr else 1, np.float32)
+    q = np.empty(per * size, np.uint8)
+    packed = q.view(np.uint64)
+    ends = np.empty((2, per), np.int32)
+    meta = np.empty((2, per), np.uint16)
+    good = np.empty(per, np.uint8)
     top = (1 << bits) - 1 if half == 0 else 2 * half
     meta_bytes = 4 if half == 0 else 2
-    for b in range(start, stop):
-        _fill(x, dtype, b * size, size, buf)
-        lo, hi = _min_max(buf, size)
-        s, z, ok = _block_meta(lo, hi, top, half, bf16)
-        payload, meta = _places(b, blocks, size, bits, meta_bytes, split)
-        if ok:
-            if sr:
-                fill_uniform(u, size, first + b * size, key, tensor, step)
-            _codes(buf, u, q, size, _from_meta(s, bf16), _from_meta(z, bf16), top, half, sr)
-        else:
-            s = _U16(0)
-            z = _to_meta(_NAN, bf16)
-            if half > 0:
-                s = z
-            q[:] = 0
-        _pack(q, size, out, payload, bits)
-        store_u16(out, meta, s)
-        if half == 0:
-            store_u16(out, meta + 2, z)
+    for b in range(start, stop, per):
+        count = min(per, stop - b)
+        _fill(x, dtype, b * size, count * size, buf)
+        if sr:
+            fill_uniform(u, count * size, first + b * size, key, tensor, step)
+        _metas(words, count, size, top, half, bf16, ends, meta, good)
+        for i in range(count):
+            if good[i]:
+                s, z = _from_meta(meta[0, i], bf16), _from_meta(meta[1, i], bf16)
+                _codes(buf, u, q, i * size, size, s, z, top, half, sr)
+            else:
+                q[i * size : (i + 1) * size] = 0
+        if split:
+            _pack(packed, 0, count * size // 8, out, b * size * bits // 8, bits)
+        for i in range(count):
+            payload, tail = _places(b + i, blocks, size, bits, meta_bytes, split)
+            if not split:
+                _pack(packed, i * size // 8, size // 8, out, payload, bits)
+            store_u16(out, tail, meta[0, i])
+            if half == 0:
+                store_u16(out, tail + 2, meta[1, i])
+
+
+@inline
+def _read_meta(wire: Any, tail: Any, top: Any, half: Any, bf16: Any) -> Any:
+    """Return scale and minimum; (0, NaN) for a block whose top value is not finite."""
+    s = _from_meta(load_u16(wire, tail), bf16)
+    z = _F32(0.0)
+    if half == 0:
+        z = _from_meta(load_u16(wire, tail + 2), bf16)
+    if not np.isfinite(z + s * _F32(top)):
+        return _F32(0.0), _NAN
+    return s, z
+
+
+@inline
+def _values(q: Any, begin: Any, size: Any, s: Any, z: Any, shift: Any, buf: Any) -> None:
+    for i in range(begin, begin + size):
+        buf[_U64(i)] = z + s * _F32(_I32(_I32(q[_U64(i)]) - shift))
 
 
 @jit
@@ -224,34 +286,26 @@ def decode(
     accumulate: Any,
 ) -> None:
     """Decode blocks start..stop into x, or add them to x (fp32)."""
-    buf = np.empty(size, np.float32)
-    q = np.empty(size, np.uint8)
+    per = max(1, _PANEL // size)
+    buf = np.empty(per * size, np.float32)
+    q = np.empty(per * size, np.uint8)
+    packed = q.view(np.uint64)
     top = (1 << bits) - 1 if half == 0 else 2 * half
     meta_bytes = 4 if half == 0 else 2
-    for b in range(start, stop):
+    shift = _I32(half)
+    for b in range(start, min(stop, -(-x.size // size)), per):
+        count = min(per, stop - b)
+        if split:
+            _unpack(wire, b * size * bits // 8, packed, 0, count * size // 8, bits)
+        for i in range(count):
+            payload, tail = _places(b + i, blocks, size, bits, meta_bytes, split)
+            if not split:
+                _unpack(wire, payload, packed, i * size // 8, size // 8, bits)
+            s, z = _read_meta(wire, tail, top, half, bf16)
+            _values(q, i * size, size, s, z, shift, buf)
         begin = b * size
-        count = min(size, x.size - begin)
-        if count <= 0:
-            break
-        payload, meta = _places(b, blocks, size, bits, meta_bytes, split)
-        s = _from_meta(load_u16(wire, meta), bf16)
-        z = _F32(0.0)
-        if half == 0:
-            z = _from_meta(load_u16(wire, meta + 2), bf16)
-        if not np.isfinite(z + s * _F32(top)):
-            z = _NAN
-            s = _F32(0.0)
-        _unpack(wire, payload, size, q, bits)
-        shift = _I32(half)
-        if dtype == 0:
-            part = x[begin : begin + count]
-            if accumulate:
-                for i in range(count):
-                    part[i] += z + s * _F32(_I32(_I32(q[i]) - shift))
-            else:
-                for i in range(count):
-                    part[i] = z + s * _F32(_I32(_I32(q[i]) - shift))
+        number = min(count * size, x.size - begin)
+        if accumulate:
+            add_block(buf, number, x, dtype, begin)
         else:
-            for i in range(count):
-                buf[i] = z + s * _F32(_I32(_I32(q[i]) - shift))
-            store_block(buf, count, x, dtype, begin)
+            store_block(buf, number, x, dtype, begin)

@@ -18,17 +18,22 @@ from thinwire.kernels.bits import (
     pack_word,
     store_block,
     store_u32,
+    store_u64,
     u32,
     unpack_word,
 )
+from thinwire.kernels.hadamard.vectors import LANES, add16, butterfly16, sum16, transform16
 from thinwire.kernels.parallel import inline, jit
 
 __all__ = ["decode", "decode_sum", "decode_sum_encode", "encode"]
 
-_I32, _U8, _U32, _F32 = np.int32, np.uint8, np.uint32, np.float32
+_I32, _U8, _U32, _U64, _F32 = np.int32, np.uint8, np.uint32, np.uint64, np.float32
 _E4M3, _E5M2, _INT8, _INT4 = 0, 1, 2, 3
 _ROUND = _F32(12582912.0)
-_ROUND_BITS = _I32(0x4B400000)
+# Turn eight signed codes, a byte each, into unsigned 4-bit codes with an offset of 8.
+_SIGNS, _NIBBLES = _U64(0x0808080808080808), _U64(0x0F0F0F0F0F0F0F0F)
+# Divides the smallest group.
+_LANES = 32
 _NAN = _F32(np.nan)
 _ONE, _ZERO, _TINY, _LAMBDA = _F32(1.0), _F32(0.0), _F32(1e-12), _F32(1e-6)
 _ALPHA_LOW, _ALPHA_HIGH = _F32(1e-3), _F32(1e3)
@@ -82,24 +87,14 @@ def e5m2_value(c: Any) -> Any:
 
 @inline
 def _butterflies(buf: Any, size: Any) -> None:
-    """Transform buf[:size] in place: strides 1, 2, 4 in registers, then 8, 16, ..."""
-    for i in range(0, size, 8):
-        p = buf[i : i + 8]
-        a0, a1, a2, a3 = p[0] + p[1], p[0] - p[1], p[2] + p[3], p[2] - p[3]
-        a4, a5, a6, a7 = p[4] + p[5], p[4] - p[5], p[6] + p[7], p[6] - p[7]
-        b0, b1, b2, b3 = a0 + a2, a1 + a3, a0 - a2, a1 - a3
-        b4, b5, b6, b7 = a4 + a6, a5 + a7, a4 - a6, a5 - a7
-        p[0], p[1], p[2], p[3] = b0 + b4, b1 + b5, b2 + b6, b3 + b7
-        p[4], p[5], p[6], p[7] = b0 - b4, b1 - b5, b2 - b6, b3 - b7
-    h = 8
+    """Transform buf[:size] in place: strides 1, 2, 4, 8 in registers, then 16, 32, ..."""
+    for i in range(0, size, LANES):
+        transform16(buf, i)
+    h = LANES
     while h < size:
         for begin in range(0, size, 2 * h):
-            left = buf[begin : begin + h]
-            right = buf[begin + h : begin + 2 * h]
-            for i in range(h):
-                a, b = left[i], right[i]
-                left[i] = a + b
-                right[i] = a - b
+            for i in range(begin, begin + h, LANES):
+                butterfly16(buf, i, i + h)
         h *= 2
 
 
@@ -110,9 +105,8 @@ def _scale_by(buf: Any, size: Any, factor: Any) -> None:
 
 
 @inline
-def _max_bits(buf: Any, size: Any) -> Any:
+def _max_bits(words: Any, size: Any) -> Any:
     """Return the largest |x| as bits; infinity and NaN are 0x7F800000 and above."""
-    words = buf.view(np.int32)
     top = _I32(0)
     for i in range(size):
         top = max(top, _I32(words[i] & _I32(0x7FFFFFFF)))
@@ -124,44 +118,54 @@ def _mean_square(buf: Any, square: Any, size: Any) -> Any:
     for i in range(size):
         square[i] = buf[i] * buf[i]
     h = size // 2
-    while h >= 1:
-        right = square[h : 2 * h]
-        for i in range(h):
-            square[i] += right[i]
+    while h >= LANES:
+        for i in range(0, h, LANES):
+            add16(square, i, i + h)
         h //= 2
-    return square[0] * _F32(1.0 / size)
+    return sum16(square, 0) * _F32(1.0 / size)
 
 
 @inline
-def _write_codes(buf: Any, size: Any, s: Any, limit: Any, fmt: Any, q: Any, out: Any) -> None:
-    for i in range(size):
-        buf[i] = min(max(buf[i] / s, -limit), limit)
-    if fmt == _E4M3:
-        for i in range(size):
-            out[i] = e4m3_bits(buf[i])
-    elif fmt == _E5M2:
-        for i in range(size):
-            out[i] = e5m2_bits(buf[i])
-    elif fmt == _INT8:
-        for i in range(size):
-            out[i] = _U8(_I32(_F32(buf[i] + _ROUND).view(np.int32)))
-    else:
-        shift = _I32(8) - _ROUND_BITS
-        for i in range(size):
-            q[i] = _U8(_I32(_I32(_F32(buf[i] + _ROUND).view(np.int32)) + shift))
-        words = q.view(np.uint64)
+def _round_codes(buf: Any, size: Any, s: Any, limit: Any, fmt: Any, q: Any) -> None:
+    # Loops of a fixed length become SIMD code without remainders.
+    for c in range(0, size, _LANES):
+        if fmt == _E4M3:
+            for i in range(_LANES):
+                q[_U64(c + i)] = e4m3_bits(min(max(buf[_U64(c + i)] / s, -limit), limit))
+        elif fmt == _E5M2:
+            for i in range(_LANES):
+                q[_U64(c + i)] = e5m2_bits(min(max(buf[_U64(c + i)] / s, -limit), limit))
+        else:
+            for i in range(_LANES):
+                y = min(max(buf[_U64(c + i)] / s, -limit), limit)
+                q[_U64(c + i)] = _U8(_I32(_F32(y + _ROUND).view(np.int32)))
+
+
+@inline
+def _write_codes(
+    buf: Any, size: Any, s: Any, limit: Any, fmt: Any, q: Any, out: Any, begin: Any
+) -> None:
+    _round_codes(buf, size, s, limit, fmt, q)
+    words = q.view(np.uint64)
+    if fmt == _INT4:
         for j in range(size // 8):
-            store_u32(out, 4 * j, _U32(pack_word(words[j], 4)))
+            words[_U64(j)] = pack_word((words[_U64(j)] ^ _SIGNS) & _NIBBLES, 4)
+        for j in range(size // 8):
+            store_u32(out, begin + 4 * j, _U32(words[_U64(j)]))
+    else:
+        for j in range(size // 8):
+            store_u64(out, begin + 8 * j, words[_U64(j)])
 
 
 @inline
 def _encode_group(
-    buf: Any, square: Any, q: Any, size: Any, payload: Any, spec: Any, rotated: Any
+    buf: Any, words: Any, square: Any, q: Any, size: Any, out: Any, b: Any, spec: Any, rotated: Any
 ) -> Any:
-    """Write the codes of buf into payload; return s, alpha and whether the group was coded."""
+    """Write the codes of buf as group b of out; return s, alpha and whether it was coded."""
     fmt, hadamard, send_alpha, _, _, target, limit, inv_root, low, high, _, _ = spec
+    width = _width(fmt, size)
     alpha = _ONE
-    ok = _max_bits(buf, size) < _I32(0x7F800000)
+    ok = _max_bits(words, size) < _I32(0x7F800000)
     s = _ONE
     if ok:
         if send_alpha:
@@ -171,16 +175,18 @@ def _encode_group(
         if hadamard and not rotated:
             _butterflies(buf, size)
             _scale_by(buf, size, inv_root)
-        top = _max_bits(buf, size)
+        top = _max_bits(words, size)
         ok = top < _I32(0x7F800000)
         s = max(max(f32(_U32(top)), low) / target, low)
         if fmt <= _E5M2:
             s = min(s, high)
         ok = ok and s <= high
     if ok:
-        _write_codes(buf, size, s, limit, fmt, q, payload)
+        _write_codes(buf, size, s, limit, fmt, q, out, b * width)
     else:
-        payload[:] = _U8(0x88) if fmt == _INT4 else _U8(0)
+        zero = _U8(0x88) if fmt == _INT4 else _U8(0)
+        for i in range(b * width, (b + 1) * width):
+            out[i] = zero
     return s, alpha, ok
 
 
@@ -215,6 +221,7 @@ def encode(
 ) -> None:
     """Encode groups start..stop of x into out."""
     buf = np.empty(size, np.float32)
+    words = buf.view(np.int32)
     square = np.empty(size, np.float32)
     q = np.empty(size, np.uint8)
     width = _width(spec[0], size)
@@ -223,8 +230,7 @@ def encode(
         load_block(x, dtype, b * size, count, buf)
         for i in range(count, size):
             buf[i] = _ZERO
-        payload = out[b * width : (b + 1) * width]
-        s, alpha, ok = _encode_group(buf, square, q, size, payload, spec, False)
+        s, alpha, ok = _encode_group(buf, words, square, q, size, out, b, spec, False)
         _write_fields(out, b, groups, width, s, alpha, ok, spec)
 
 
@@ -400,6 +406,7 @@ def decode_sum_encode(
     """Encode the sum of groups start..stop into out; dtype rounds addends and sum."""
     buf = np.empty(size, np.float32)
     total = np.empty(size, np.float32)
+    words = total.view(np.int32)
     q = np.empty(size, np.uint8)
     width = _width(spec[0], size)
     for b in range(start, stop):
@@ -407,6 +414,5 @@ def decode_sum_encode(
             wires, stride, rows, nbytes, b, groups, size, q, buf, total, dtype, spec, rotated
         )
         _round_to(total, size, dtype)
-        payload = out[b * width : (b + 1) * width]
-        s, alpha, ok = _encode_group(total, buf, q, size, payload, spec, rotated)
+        s, alpha, ok = _encode_group(total, words, buf, q, size, out, b, spec, rotated)
         _write_fields(out, b, groups, width, s, alpha, ok, spec)

@@ -1,7 +1,8 @@
 """Chunked top-k on CPU threads: equals `reference.py` bit for bit.
 
-A chunk's 4096 values stay in the first-level cache. The k-th largest magnitude is found by radix:
-a histogram of the leading bits, then of the following ones among those that tie so far.
+A chunk's 4096 values stay in the first-level cache. A cheap lower bound of the k-th largest
+magnitude leaves few candidates; among those it is found by radix: a histogram of the leading bits,
+then of the following ones among those that tie so far.
 """
 
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.kernels.bits import (
+    at_least,
     bf16_bits,
     f32,
     fp16_bits,
@@ -26,12 +28,14 @@ from thinwire.kernels.parallel import inline, jit
 
 __all__ = ["add", "decode", "encode", "entries", "paper_codes", "paper_residual"]
 
-_I32, _U8, _U16, _U32, _F32, _F64 = (
-    np.int32, np.uint8, np.uint16, np.uint32, np.float32, np.float64,
+_I32, _I64, _U8, _U16, _U32, _F32, _F64 = (
+    np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.float32, np.float64,
 )  # fmt: skip
 _SYM, _PAPER, _NONE = 0, 1, 2
 _NAN, _ZERO, _HALF = _F32(np.nan), _F32(0.0), _F32(0.5)
 _INF_BITS = _I32(0x7F800000)
+# Up to so many keys, comparing all pairs beats another histogram.
+_FEW = 128
 
 
 @inline
@@ -72,46 +76,109 @@ def _compact(keys: Any, count: Any, shift: Any, prefix: Any, out: Any) -> Any:
 
 
 @inline
-def _threshold(keys: Any, count: Any, k: Any, hist: Any, ties: Any) -> Any:
-    """Return the k-th largest key and how many keys equal to it belong to the k largest."""
-    hist[:] = 0
+def _leading(keys: Any, count: Any, k: Any, top: Any, hist: Any) -> Any:
+    """Return the leading 11 bits of the k-th largest key, and its place among those that share it.
+
+    `top` is at least the largest key.
+    """
+    digit = _I64(_I32(top >> _I32(20)))
+    hist[: digit + 1] = 0
     for i in range(count):
         hist[_I32(keys[i] >> _I32(20))] += 1
-    digit = 2047
     need = k
     while hist[digit] < need:
         need -= hist[digit]
         digit -= 1
-    prefix = _I32(digit)
+    return _I32(digit), need
+
+
+@inline
+def _ranked(keys: Any, count: Any, need: Any) -> Any:
+    """Return what `_threshold` does, by comparing every key with every other."""
+    for i in range(count):
+        key = keys[i]
+        larger, equal = _I32(0), _I32(0)
+        for j in range(count):
+            larger += _I32(keys[j] > key)
+            equal += _I32(keys[j] == key)
+        if larger < need <= larger + equal:
+            return key, _I64(need - larger)
+    return keys[0], _I64(need)  # not reached: one of the keys has the rank
+
+
+@inline
+def _threshold(keys: Any, count: Any, k: Any, top: Any, hist: Any, ties: Any) -> Any:
+    """Return the k-th largest key and how many keys equal to it belong to the k largest."""
+    prefix, need = _leading(keys, count, k, top, hist)
     n = _compact(keys, count, 20, prefix, ties)
+    if n <= _FEW:
+        return _ranked(ties, n, need)
     prefix, need = _digit(ties, n, 10, 10, prefix, 20, need, hist)
     return _digit(ties, n, 0, 10, prefix, 10, need, hist)
 
 
 @inline
-def _pick(keys: Any, count: Any, threshold: Any, ties: Any, cells: Any) -> None:
-    """Write the kept cells, ascending; of those at the threshold the first `ties`."""
-    n = 0
-    for i in range(count):
-        key = keys[i]
-        if key >= threshold:
-            if key > threshold:
-                cells[n] = i
-                n += 1
-            elif ties > 0:
-                cells[n] = i
-                n += 1
-                ties -= 1
+def _floor(words: Any, count: Any, k: Any, keys: Any, hist: Any) -> Any:
+    """Return the largest key and a lower bound of the k-th largest, close to it.
+
+    The k-th largest of the maxima of disjoint sets of cells is such a bound; sets are columns of
+    the chunk folded in eight rows, so that the maxima are SIMD code.
+    """
+    columns = count // 8
+    if columns < 2 * k:
+        columns = count
+    for i in range(columns):
+        keys[i] = _I32(words[i] & _I32(0x7FFFFFFF))
+    for begin in range(columns, count, columns):
+        for i in range(min(columns, count - begin)):
+            keys[i] = max(keys[i], _I32(words[begin + i] & _I32(0x7FFFFFFF)))
+    top = _I32(0)
+    for i in range(columns):
+        top = max(top, keys[i])
+    if top >= _INF_BITS:
+        return top, _I32(0)
+    digit, _ = _leading(keys, columns, k, top, hist)
+    return top, _I32(digit << _I32(20))
+
+
+@inline
+def _select(words: Any, count: Any, k: Any, keys: Any, ties: Any, hist: Any, cells: Any) -> Any:
+    """Write the k kept cells, ascending (the first k of a chunk with NaN or infinity: True)."""
+    top, floor = _floor(words, count, k, keys, hist)
+    if top >= _INF_BITS:
+        for j in range(k):
+            cells[j] = j
+        return True
+    found = at_least(words, 0, count, floor, cells, 0)
+    if found > k:
+        for j in range(found):
+            keys[j] = _I32(words[cells[j]] & _I32(0x7FFFFFFF))
+        threshold, equal = _threshold(keys, found, k, top, hist, ties)
+        n = 0
+        for j in range(found):
+            cells[n] = cells[j]
+            tied = keys[j] == threshold
+            n += 1 if keys[j] > threshold or (tied and equal > 0) else 0
+            equal -= 1 if tied else 0
+    return False
+
+
+@inline
+def _index(cell: Any, width: Any, tile_width: Any) -> Any:
+    """Return a cell's place in a whole tile."""
+    if width == tile_width:
+        return _U32(cell)
+    return _U32((cell // width) * tile_width + cell % width)
 
 
 @inline
 def _store_indices(cells: Any, k: Any, width: Any, tile_width: Any, wire: Any, at: Any) -> None:
     for j in range(0, k, 2):
-        a = _U32((cells[j] // width) * tile_width + cells[j] % width)
+        a = _index(cells[j], width, tile_width)
         byte = at + 3 * (j // 2)
         wire[byte] = _U8(a)
         if j + 1 < k:
-            b = _U32((cells[j + 1] // width) * tile_width + cells[j + 1] % width)
+            b = _index(cells[j + 1], width, tile_width)
             wire[byte + 1] = _U8(_U32(a >> _U32(8)) | _U32(_U32(b & _U32(15)) << _U32(4)))
             wire[byte + 2] = _U8(b >> _U32(4))
         else:
@@ -148,12 +215,12 @@ def _two_levels(v: Any, k: Any) -> Any:
     for _ in range(3):
         above, below, high = _F64(0.0), _F64(0.0), 0
         for i in range(k):
-            a = abs(v[i])
-            if a > thr:
-                above += _F64(a)
-                high += 1
-            else:
-                below += _F64(a)
+            # No branch: half of them would be mispredicted.
+            a = _F64(abs(v[i]))
+            over = abs(v[i]) > thr
+            above += a if over else _F64(0.0)
+            below += _F64(0.0) if over else a
+            high += 1 if over else 0
         hi = _F32(above / high) if high > 0 else _ZERO
         lo = _F32(below / (k - high)) if high < k else _ZERO
         thr = _F32(lo + hi) * _HALF
@@ -186,23 +253,6 @@ def _sym_chunk(
     store_u16(wire, head, lo_bits)
     store_u16(wire, head + 2, hi_bits)
     _store_codes(codes, k, wire, code_at)
-
-
-@inline
-def _select(buf: Any, count: Any, k: Any, keys: Any, ties: Any, hist: Any, cells: Any) -> Any:
-    """Write the k kept cells (the first k of a chunk with NaN or infinity: return True)."""
-    top = _I32(0)
-    words = buf.view(np.int32)
-    for i in range(count):
-        keys[i] = _I32(words[i] & _I32(0x7FFFFFFF))
-        top = max(top, keys[i])
-    if top >= _INF_BITS:
-        for j in range(k):
-            cells[j] = j
-        return True
-    threshold, equal = _threshold(keys, count, k, hist, ties)
-    _pick(keys, count, threshold, equal, cells)
-    return False
 
 
 @inline
@@ -260,9 +310,10 @@ def encode(
     for c in range(start, stop):
         cells_max = max(cells_max, height[c] * width[c])
     buf, old = np.empty(cells_max, np.float32), np.empty(cells_max, np.float32)
+    words = buf.view(np.int32)
     keys, ties = np.empty(cells_max, np.int32), np.empty(cells_max + 1, np.int32)
     hist = np.empty(2048, np.int32)
-    cells = np.empty(most + 1, np.int64)
+    cells = np.empty(cells_max + 1, np.int64)
     v, codes = np.empty(most, np.float32), np.empty(most, np.uint8)
     for c in range(start, stop):
         w, count, kc = width[c], height[c] * width[c], k[c]
@@ -271,7 +322,7 @@ def encode(
             _load_chunk(residual, 0, base[c], height[c], w, pitch, old)
             for i in range(count):
                 buf[i] = beta * old[i] + buf[i]
-        flagged = _select(buf, count, kc, keys, ties, hist, cells)
+        flagged = _select(words, count, kc, keys, ties, hist, cells)
         for j in range(kc):
             v[j] = _NAN if flagged else buf[cells[j]]
         _store_indices(cells, kc, w, tile_width, wire, head_bytes + index_at[c])
