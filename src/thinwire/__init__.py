@@ -7,7 +7,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import aquavit, codecs, comm, eco, errors, scape, schedules, sparseloco, taco
+    from thinwire import (
+        aquavit,
+        codecs,
+        comm,
+        eco,
+        errors,
+        pipeline,
+        replicas,
+        scape,
+        schedules,
+        sparseloco,
+        taco,
+    )
     from thinwire.comm.ledger import Ledger
     from thinwire.errors import ThinwireError
 
@@ -22,6 +34,8 @@ __all__ = [
     "comm",
     "eco",
     "errors",
+    "pipeline",
+    "replicas",
     "scape",
     "schedules",
     "sparseloco",

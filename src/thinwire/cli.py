@@ -74,7 +74,7 @@ def _status(error: ThinwireError) -> int:
 
 
 def _train(args: list[str]) -> int:
-    from thinwire.train.axes import check_layout, resolve_axes
+    from thinwire.train.axes import check_ranks
     from thinwire.train.launch import launch
     from thinwire.train.parse import config_from_args, to_dict
     from thinwire.train.recipes import DEFAULT
@@ -106,7 +106,7 @@ def _train(args: list[str]) -> int:
     if under_torchrun and nproc is not None:
         raise ConfigError("--nproc starts local ranks itself: leave it out under torchrun")
     ranks = _positive(os.environ["WORLD_SIZE"] if under_torchrun else nproc or "1", "--nproc")
-    check_layout(config, resolve_axes(config.mesh, ranks))
+    check_ranks(config, ranks)
     payload = {
         "config": to_dict(config),
         "resume": where,
@@ -175,9 +175,11 @@ def _print_result(run: dict[str, Any]) -> None:
     result, out = run["result"], run["config"]["out"]
     print(byte_table(run["ledger"], result["steps"]))
     if result["val_loss"] is not None:
+        mode = result.get("val_boundaries")
+        how = f"{result['val_weights']} weights" + (f", boundaries: {mode}" if mode else "")
         print(
             f"\nvalidation: {result['val_loss']:.4f} nats, "
-            f"{result['val_bits_per_byte']:.4f} bits per byte ({result['val_weights']} weights)"
+            f"{result['val_bits_per_byte']:.4f} bits per byte ({how})"
         )
     print(f"{result['steps']} steps, {result['tokens']} tokens in {result['wall_s']:.1f} s")
     page = write([Path(out)], Path(out) / "report.html")

@@ -40,6 +40,15 @@ def _run(config):
     }
 
 
+def refused(payload):
+    """Return the error that ends one run on this rank."""
+    try:
+        Trainer.build(from_dict(payload["config"]), torch.device("cpu"))
+    except ThinwireError as error:
+        return str(error)
+    return "no error"
+
+
 def resumed(payload):
     """Run configurations one after the other, some from a checkpoint."""
     results = []
@@ -87,6 +96,24 @@ def poisoned(payload):
     except ThinwireError as error:
         return {"error": f"{type(error).__name__}: {error}", "step": trainer.step}
     return {"step": trainer.step}
+
+
+def poisoned_stage(payload):
+    """Put one NaN into the weights of a rank after the first outer round."""
+    config = from_dict(payload["config"])
+    trainer = Trainer.build(config, torch.device("cpu"))
+    step, every = trainer.train_step, config.systems.outer.sync_every
+
+    def train_step():
+        if trainer.step == every and dist.get_rank() == payload["rank"]:
+            with torch.no_grad():
+                next(iter(trainer.model.layers.values())).attn.wo.weight[0, 0] = torch.nan
+        return step()
+
+    trainer.train_step = train_step
+    trainer.run(progress=False)
+    finite = all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
+    return {"finite": finite, "step": trainer.step}
 
 
 def disjoint_experts(payload):

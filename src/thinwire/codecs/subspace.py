@@ -18,8 +18,8 @@ _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @lru_cache(maxsize=32)
-def make_basis(dim: int, rank: int, seed: int) -> Tensor:
-    """Return orthonormal columns fp32 [dim, rank], the same for equal arguments.
+def make_basis(dim: int, rank: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return orthonormal columns [dim, rank] in `dtype`, the same for equal arguments.
 
     A Gaussian matrix in fp64 on the CPU, QR, columns signed so that R has a positive diagonal.
     LAPACK builds may differ in the last bits: ranks compare a hash and take the leader's bytes.
@@ -28,7 +28,7 @@ def make_basis(dim: int, rank: int, seed: int) -> Tensor:
         dim, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
     q, r = torch.linalg.qr(gaussian)
-    return (q * torch.where(r.diagonal() < 0, -1.0, 1.0)).float()
+    return (q * torch.where(r.diagonal() < 0, -1.0, 1.0)).to(dtype)
 
 
 def project(x: Tensor, basis: Tensor | int) -> Tensor:

@@ -1,12 +1,13 @@
 """The sizes of the mesh axes, checked against ranks, model and batch before anything starts."""
 
 import math
-from dataclasses import asdict
+import re
+from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.train.config import Config, Mesh
 
-__all__ = ["AXES", "check_layout", "resolve_axes"]
+__all__ = ["AXES", "check_layout", "check_ranks", "parse_replicas", "resolve_axes"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -17,7 +18,7 @@ def resolve_axes(mesh: Mesh, num_ranks: int) -> dict[str, int]:
     Raises:
         ConfigError: the axes' product isn't `num_ranks`.
     """
-    sizes = asdict(mesh)
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
     text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     if any(size != -1 and size < 1 for size in sizes.values()):
         raise ConfigError(f"mesh {text}: an axis must be at least 1, or -1 for the rest")
@@ -31,6 +32,80 @@ def resolve_axes(mesh: Mesh, num_ranks: int) -> dict[str, int]:
         need = f"a multiple of {fixed}" if free else f"{fixed}"
         raise ConfigError(f"mesh {text} needs {need} ranks, but {num_ranks} run: change --nproc")
     return sizes
+
+
+def parse_replicas(text: str) -> list[dict[str, Any]]:
+    """Return the tables that `mesh.replicas` stands for.
+
+    Raises:
+        ConfigError: not of the form "0 1,2:16".
+
+    Example:
+        >>> parse_replicas("0 1,2:16")
+        [{'ranks': [0]}, {'ranks': [1, 2], 'rank_ratio': 16}]
+    """
+    tables: list[dict[str, Any]] = []
+    for word in text.split():
+        found = re.fullmatch(r"(\d+(?:,\d+)*)(?::(\d+))?", word)
+        if found is None:
+            raise ConfigError(
+                f"mesh.replicas {text!r}: {word!r} is no list of ranks like 0 or 1,2:16"
+            )
+        table: dict[str, Any] = {"ranks": [int(rank) for rank in found[1].split(",")]}
+        if found[2] is not None:
+            table["rank_ratio"] = int(found[2])
+        tables.append(table)
+    return tables
+
+
+def check_ranks(config: Config, num_ranks: int) -> dict[str, int]:
+    """Return ranks per axis (of the largest replica, where replicas are unlike) after all checks.
+
+    Raises:
+        ConfigError: axes, model and batch don't fit each other or the ranks.
+    """
+    if not config.mesh.replicas:
+        sizes = resolve_axes(config.mesh, num_ranks)
+        check_layout(config, sizes)
+        return sizes
+    tables = parse_replicas(config.mesh.replicas)
+    named = sum(len(table["ranks"]) for table in tables)
+    if named != num_ranks:
+        raise ConfigError(
+            f"mesh.replicas {config.mesh.replicas!r} names {named} ranks, but {num_ranks} run: "
+            "change --nproc"
+        )
+    stages = max(len(table["ranks"]) for table in tables)
+    sizes = {"pp": stages, "dp_replicate": len(tables), "dp_shard": 1, "tp": 1}
+    check_layout(config, sizes)
+    _check_mixed(config, tables)
+    return sizes
+
+
+def _check_mixed(config: Config, tables: list[dict[str, Any]]) -> None:
+    systems = config.systems
+    if systems.outer.method != "sparseloco":
+        raise ConfigError("mesh.replicas needs systems.outer.method sparseloco")
+    compressed = [table for table in tables if table.get("rank_ratio")]
+    if compressed and systems.pipeline.mode == "none":
+        raise ConfigError("compressed replicas need systems.pipeline.mode constrained or lossy")
+    if not compressed and systems.pipeline.mode != "none":
+        raise ConfigError(
+            "mesh.replicas names no compressed replica (1,2:16): set systems.pipeline.mode none"
+        )
+    if systems.pipeline.rank:
+        raise ConfigError("with mesh.replicas, give ratios there and leave systems.pipeline.rank 0")
+    if config.compute.dtype != "float32" or systems.storage.fmt != "dense":
+        raise ConfigError(
+            "mesh.replicas trains plain float32 weights: set compute.dtype float32 and "
+            "systems.storage.fmt dense"
+        )
+    whole = len(compressed) < len(tables) or any(len(t["ranks"]) == 1 for t in tables)
+    if config.evaluation.boundaries == "boundaries" and whole and compressed:
+        raise ConfigError(
+            "whole replicas have no boundaries to evaluate through: set evaluation.boundaries full "
+            "or projected"
+        )
 
 
 def check_layout(config: Config, sizes: dict[str, int]) -> None:
@@ -62,10 +137,31 @@ def check_layout(config: Config, sizes: dict[str, int]) -> None:
             "model.tie_embeddings needs mesh.pp 1: the first and the last stage hold one copy each"
         )
     _check_storage(config, sizes)
+    _check_boundaries(config, sizes)
     if pp > 1 and data.micro_batches < pp:
         raise ConfigError(
             f"pp {pp} needs at least {pp} micro-batches: set data.micro_batches "
             f"(now {data.micro_batches})"
+        )
+
+
+def _check_boundaries(config: Config, sizes: dict[str, int]) -> None:
+    cfg = config.systems.pipeline
+    if cfg.mode == "none":
+        return
+    if sizes["pp"] == 1 and math.prod(sizes.values()) > 1:
+        raise ConfigError(
+            "systems.pipeline compresses what crosses between stages, but mesh.pp is 1: set "
+            "mesh.pp to 2 or more, or systems.pipeline.mode none"
+        )
+    if sizes["dp_shard"] > 1 or config.compute.sequence_parallel:
+        raise ConfigError(
+            "systems.pipeline needs whole output matrices and activations on each rank of a stage: "
+            "set mesh.dp_shard 1 (dp_replicate may take the ranks) and no compute.sequence_parallel"
+        )
+    if cfg.rank > config.model.dim:
+        raise ConfigError(
+            f"systems.pipeline.rank {cfg.rank} must not exceed model.dim {config.model.dim}"
         )
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "Model",
     "Optim",
     "Outer",
+    "Pipeline",
     "Replicas",
     "Storage",
     "Systems",
@@ -135,6 +136,10 @@ class Mesh:
     """Ranks over which FSDP2 shards weights, gradients and optimizer."""
     tp: int = 1
     """Ranks that split each block's matrices."""
+    replicas: str = ""
+    """Unlike replicas in place of the axes: the ranks of each, one per stage, and the ratio of its
+    boundaries if it is compressed: "0 1,2:16" is a whole model beside two compressed stages. Files
+    may say it in tables: [[replicas]] with ranks, stages and rank_ratio."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,6 +345,34 @@ class Replicas:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """What crosses between pipeline stages, both ways (link "pipeline")."""
+
+    mode: Literal["none", "constrained", "lossy"] = "none"
+    """none sends dense activations; constrained keeps what blocks write in a subspace, so that its
+    coefficients say all; lossy projects at the boundary only."""
+    basis: Literal["random", "coord"] = "random"
+    """The subspace: random directions, or the first channels."""
+    ratio: int = 8
+    """model.dim over coefficients per token."""
+    rank: int = 0
+    """Coefficients per token; 0 takes model.dim / ratio."""
+    wire: Literal["bf16", "fp32", "int8", "int4"] = "bf16"
+    """How coefficients travel."""
+    ids: Literal["send", "local"] = "send"
+    """Token ids travel with each micro-batch, or every stage reads them itself."""
+    constrain_full: bool = False
+    """With mesh.replicas: keep full replicas' writes in the subspace too."""
+    anchor: Literal["projected", "unprojected"] = "projected"
+    """With mesh.replicas: what compressed replicas measure their change against; the second is a
+    comparison arm."""
+
+    def __post_init__(self) -> None:
+        if self.ratio < 1 or self.rank < 0:
+            raise ConfigError("systems.pipeline: ratio must be >= 1 and rank >= 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outer:
     """Replicas (dp_replicate) that train apart and agree every few steps (link "outer")."""
 
@@ -391,6 +424,7 @@ class Systems:
     tensor: Tensor = field(default_factory=Tensor)
     storage: Storage = field(default_factory=Storage)
     replicas: Replicas = field(default_factory=Replicas)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     outer: Outer = field(default_factory=Outer)
 
 
@@ -404,6 +438,9 @@ class Evaluation:
     """Held-out sequences."""
     weights: Literal["gathered", "master"] = "gathered"
     """Evaluate the weights that training gathers (quantized, say), or the full-precision ones."""
+    boundaries: Literal["boundaries", "projected", "full"] = "boundaries"
+    """With systems.pipeline: evaluate through the compressed boundaries, without them but with
+    output matrices projected, or the weights as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from thinwire import comm, eco, taco
 from thinwire.comm import Ledger
 from thinwire.scape import Scape
+from thinwire.train.boundaries import Boundaries
 from thinwire.train.checkpoint import Checkpointer
 from thinwire.train.config import Config
 from thinwire.train.data import TrainBatches, bits_per_byte, held_out_batch
@@ -37,7 +38,7 @@ from thinwire.train.mesh import Layout, make_layout, parallel_model
 from thinwire.train.metrics import MetricsFile, peak_nbytes, versions, write_run
 from thinwire.train.model import Transformer
 from thinwire.train.optim import lr_schedule
-from thinwire.train.outer import OuterSystem, attach_outer
+from thinwire.train.outer import MixedSystem, OuterSystem, attach_outer
 from thinwire.train.parse import config_hash, to_dict
 from thinwire.train.passes import Pass, make_pass
 from thinwire.train.replicas import Sync, make_replicas
@@ -130,7 +131,11 @@ class Trainer:
         replicas = make_replicas(config, layout, model, ledger)
         if replicas.system is not None:
             systems["replicas"] = replicas.system
-        outer = attach_outer(config, layout, model, replicas.optimizer, ledger)
+        boundaries = systems.get("pipeline")
+        assert boundaries is None or isinstance(boundaries, Boundaries)
+        if boundaries is not None:
+            boundaries.attach(replicas.optimizer)
+        outer = attach_outer(config, layout, model, replicas.optimizer, ledger, boundaries)
         if outer is not None:
             systems["outer"] = outer
         return cls(
@@ -143,7 +148,7 @@ class Trainer:
             batches=batches,
             sync=replicas.sync,
             clips=replicas.clips,
-            passes=make_pass(config, layout, replicas.forward, replicas.sync, ledger),
+            passes=make_pass(config, layout, replicas.forward, replicas.sync, ledger, boundaries),
             watchdog=Watchdog(config.watchdog),
         )
 
@@ -216,6 +221,9 @@ class Trainer:
         loss = self.passes.train(x_BT.to(layout.device), y_BT.to(layout.device))
         self.sync.finish()
         taco.sum_partial_gradients(params, ledger=self.ledger)
+        boundaries = self._boundaries
+        if boundaries is not None:
+            boundaries.project_gradients()
         mean_loss, grad_norm, own_norm = self._agree(loss, local_square_norm(params, layout))
         self.watchdog.check(self.step, mean_loss, grad_norm)
         max_norm = self.config.optim.max_norm
@@ -231,6 +239,10 @@ class Trainer:
         if outer is not None and self.step == self.config.steps:
             outer.finish()
         self._check_replicas_if_due()
+        if boundaries is not None:
+            boundaries.check_health()
+        if isinstance(outer, MixedSystem):
+            outer.measure()
         record: dict[str, Any] = {
             "step": self.step,
             "loss": mean_loss,
@@ -305,7 +317,10 @@ class Trainer:
         every = self.config.evaluation.every_steps
         if self.step < self.config.steps and not (every and self.step % every == 0):
             return
-        if self.config.evaluation.weights == "master":
+        if isinstance(outer := self._outer, MixedSystem):
+            with outer.shared_weights(self.config.evaluation.boundaries):
+                loss = self.evaluate()
+        elif self.config.evaluation.weights == "master":
             with full_precision(self.systems):
                 loss = self.evaluate()
         else:
@@ -352,7 +367,9 @@ class Trainer:
             "result": self._result(step_s),
             "ledger": ledgers[0],
             "ledger_ranks": ledgers,
-            "exemptions": [_plain(e) for e in self.ledger.all_exemptions()],
+            "exemptions": _distinct(
+                _of_every_rank([_plain(e) for e in self.ledger.all_exemptions()])
+            ),
             "memory": self._memory(),
             "layer_errors": errors,
         }
@@ -365,9 +382,18 @@ class Trainer:
             "val_loss": self.last.get("val_loss"),
             "val_bits_per_byte": self.last.get("val_bits_per_byte"),
             "val_weights": self.config.evaluation.weights,
+            "val_boundaries": self._val_boundaries(),
             "wall_s": self.wall_s,
             "step_s_median": statistics.median(step_s) if step_s else None,
         }
+
+    @property
+    def _boundaries(self) -> Boundaries | None:
+        system = self.systems.get("pipeline")
+        return system if isinstance(system, Boundaries) else None
+
+    def _val_boundaries(self) -> str | None:
+        return self.config.evaluation.boundaries if self._boundaries is not None else None
 
     def _memory(self) -> dict[str, int]:
         """Return this rank's measured bytes, and the model's parameters."""
@@ -398,6 +424,16 @@ def _of_every_rank(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def _distinct(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return what any rank exempts, each tensor and reason once: stages and replicas differ."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for exemption in (e for rank in ranks for e in rank):
+        name = exemption["name"]
+        what = exemption["reason"] if name.endswith(" calls") else name
+        found.setdefault((exemption["link"], what), exemption)
+    return list(found.values())
 
 
 def _plain(exemption: Any) -> dict[str, Any]:

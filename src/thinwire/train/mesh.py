@@ -19,14 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from thinwire.comm import Ledger
-from thinwire.train.axes import AXES, check_layout, resolve_axes
+from thinwire.replicas import Layout as ReplicasLayout
+from thinwire.replicas import Site
+from thinwire.train.axes import AXES, check_ranks, parse_replicas
 from thinwire.train.config import Compute, Config
 from thinwire.train.dense import load_dense
 from thinwire.train.model import Transformer, build
 from thinwire.train.optim import store_weights
 from thinwire.train.tensor import split_blocks
 
-__all__ = ["Layout", "make_layout", "needs_fsdp", "parallel_model"]
+__all__ = ["Layout", "MixedLayout", "make_layout", "needs_fsdp", "parallel_model"]
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,55 @@ def make_layout(config: Config, device: torch.device) -> Layout:
     Raises:
         ConfigError: axes, model and batch don't fit each other or the ranks.
     """
-    sizes = resolve_axes(config.mesh, dist.get_world_size())
-    check_layout(config, sizes)
+    sizes = check_ranks(config, dist.get_world_size())
+    if config.mesh.replicas:
+        return _mixed_layout(config, device)
     mesh = init_device_mesh(device.type, tuple(sizes[a] for a in AXES), mesh_dim_names=AXES)
     return Layout(mesh, sizes, device)
+
+
+@dataclass(frozen=True)
+class MixedLayout(Layout):
+    """Where this rank stands among unlike replicas.
+
+    Attributes:
+        site: its replica, stage and groups; `sizes` are those of its replica, with all replicas on
+            `dp_replicate`.
+    """
+
+    site: Site
+
+    def index(self, axis: str) -> int:
+        """Return this rank's place on an axis."""
+        return {"pp": self.site.stage, "dp_replicate": self.site.index}.get(axis, 0)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return the stages of this replica for "pp"; no other axis is cut."""
+        if axis == "pp" and self.site.inner is not None:
+            return self.site.inner
+        return self.mesh.get_group("pp")
+
+
+def _mixed_layout(config: Config, device: torch.device) -> MixedLayout:
+    cfg = config.systems.pipeline
+    settings = {"mode": cfg.mode} if cfg.mode != "none" else {}
+    replicas = ReplicasLayout.of(
+        parse_replicas(config.mesh.replicas),
+        constrain_full=cfg.constrain_full,
+        anchor=cfg.anchor,
+        **settings,
+    )
+    site = Site(replicas, device=device)
+    sizes = {
+        "pp": site.replica.num_stages,
+        "dp_replicate": len(replicas.replicas),
+        "dp_shard": 1,
+        "tp": 1,
+    }
+    # Stands for axes that nothing is cut over: one group per rank.
+    world = (1, dist.get_world_size(), 1, 1)
+    mesh = init_device_mesh(device.type, world, mesh_dim_names=AXES)
+    return MixedLayout(mesh, sizes, device, site)
 
 
 def parallel_model(config: Config, layout: Layout, ledger: Ledger) -> Transformer:

@@ -11,12 +11,14 @@ from thinwire import sparseloco
 from thinwire.codecs import Blockwise, Cast, Codec
 from thinwire.comm import Ledger
 from thinwire.errors import CheckpointError, ConfigError
+from thinwire.replicas import MixedReplicas
 from thinwire.sparseloco.outer import OuterLoop
+from thinwire.train.boundaries import Boundaries, MixedBoundaries
 from thinwire.train.config import Config, Outer
-from thinwire.train.mesh import Layout
+from thinwire.train.mesh import Layout, MixedLayout
 from thinwire.train.replicas import inner_group
 
-__all__ = ["OuterSystem", "attach_outer"]
+__all__ = ["MixedSystem", "OuterSystem", "attach_outer"]
 
 _CODECS: dict[str, Codec | None] = {
     "fp32": None,
@@ -95,7 +97,12 @@ class OuterSystem:
 
 
 def attach_outer(
-    config: Config, layout: Layout, model: nn.Module, optimizer: Optimizer, ledger: Ledger
+    config: Config,
+    layout: Layout,
+    model: nn.Module,
+    optimizer: Optimizer,
+    ledger: Ledger,
+    boundaries: Boundaries | None = None,
 ) -> OuterSystem | None:
     """Return the outer loop that the configuration asks for, or None; collective.
 
@@ -105,6 +112,8 @@ def attach_outer(
     cfg = config.systems.outer
     if cfg.method == "none":
         return None
+    if isinstance(layout, MixedLayout):
+        return _attach_mixed(config, layout, optimizer, boundaries, ledger)
     if layout.sizes["pp"] > 1:
         raise ConfigError("systems.outer gathers whole replicas: set mesh.pp 1")
     where: dict[str, Any] = {
@@ -122,6 +131,58 @@ def attach_outer(
             model, optimizer, alpha=cfg.alpha, momentum=momentum, codec=codec, **where
         )
     return OuterSystem(loop, layout)
+
+
+class MixedSystem(OuterSystem):
+    """The outer loop of unlike replicas: figures of every rank in the step that ends a round.
+
+    Attributes:
+        figures: of each rank after the last round.
+    """
+
+    loop: MixedReplicas
+
+    def __init__(self, loop: MixedReplicas, layout: MixedLayout, boundaries: Boundaries) -> None:
+        super().__init__(loop, layout)
+        self.boundaries = boundaries
+        self.figures: list[dict[str, Any]] = []
+        self._measured = loop.last
+
+    def shared_weights(self, mode: str = "full") -> AbstractContextManager[None]:
+        """Return a context in which parameters hold the shared weights (see `MixedReplicas`)."""
+        return self.loop.shared_weights(mode)
+
+    def measure(self) -> None:
+        """Gather the ranks' figures if a round has just ended; collective over the world."""
+        if self.loop.last is self._measured:
+            return
+        self._measured = self.loop.last
+        self.figures = self.loop.gather_figures()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return how a round ended, and each rank's figures, in the step that ended it."""
+        found = super().metrics()
+        return found | {"replicas": self.figures} if found else {}
+
+
+def _attach_mixed(
+    config: Config,
+    layout: MixedLayout,
+    optimizer: Optimizer,
+    boundaries: Boundaries | None,
+    ledger: Ledger,
+) -> MixedSystem:
+    assert isinstance(boundaries, MixedBoundaries)
+    loop = MixedReplicas(
+        boundaries.stage,
+        optimizer,
+        layout.site,
+        sync_every=config.systems.outer.sync_every,
+        options=_options(config.systems.outer),
+        ledger=ledger,
+    )
+    boundaries.loop = loop
+    return MixedSystem(loop, layout, boundaries)
 
 
 def _options(cfg: Outer) -> sparseloco.Options:

@@ -44,7 +44,33 @@ def from_dict(values: Mapping[str, Any], base: Config | None = None) -> Config:
     Raises:
         ConfigError: a key that doesn't exist or a value of the wrong type, named in full.
     """
-    return _merge(base or Config(), values, "")
+    return _merge(base or Config(), _with_replicas(values), "")
+
+
+def _with_replicas(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Write tables [[replicas]] as mesh.replicas, which the command line can say too."""
+    tables = values.get("replicas")
+    if not isinstance(tables, list):
+        return values
+    words = []
+    for index, table in enumerate(tables):
+        known = ["ranks", "stages", "rank_ratio"]
+        if not isinstance(table, Mapping) or not isinstance(table.get("ranks"), list):
+            raise ConfigError(f"replicas[{index}] needs a list of ranks, got {table!r}")
+        for key in table:
+            if key not in known:
+                raise near("setting", f"replicas[{index}].{key}", known)
+        ranks = table["ranks"]
+        if table.get("stages", len(ranks)) != len(ranks):
+            raise ConfigError(
+                f"replicas[{index}] has {len(ranks)} ranks for {table['stages']} stages: give one "
+                "rank per stage"
+            )
+        ratio = f":{table['rank_ratio']}" if table.get("rank_ratio") else ""
+        words.append(",".join(str(rank) for rank in ranks) + ratio)
+    rest = {k: v for k, v in values.items() if k != "replicas"}
+    mesh = rest.get("mesh", {})
+    return rest | {"mesh": {**mesh, "replicas": " ".join(words)}}
 
 
 def load(path: str | Path, base: Config | None = None) -> Config:

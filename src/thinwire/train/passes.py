@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from thinwire.comm import Ledger
+from thinwire.train.boundaries import Boundaries
 from thinwire.train.config import Config
 from thinwire.train.data import IGNORED
 from thinwire.train.mesh import Layout
@@ -45,14 +46,21 @@ def token_loss(logits_BTV: Tensor, y_BT: Tensor, reduction: str = "mean") -> Ten
     )
 
 
-def make_pass(config: Config, layout: Layout, model: nn.Module, sync: Sync, ledger: Ledger) -> Pass:
+def make_pass(
+    config: Config,
+    layout: Layout,
+    model: nn.Module,
+    sync: Sync,
+    ledger: Ledger,
+    boundaries: Boundaries | None = None,
+) -> Pass:
     """Return the pass that fits the layout."""
     if layout.sizes["pp"] > 1:
         # torch's pipelining imports its compiler: more than a second for each rank.
         from thinwire.train.pipeline import PipelinePass  # noqa: PLC0415
 
         assert isinstance(model, Transformer)  # pipelines are not wrapped
-        return PipelinePass(config, layout, model, ledger)
+        return PipelinePass(config, layout, model, ledger, boundaries)
     return WholePass(config, model, sync)
 
 

@@ -7,11 +7,13 @@ from thinwire.train.config import (
     Compute,
     Config,
     Data,
+    Evaluation,
     Gradients,
     Mesh,
     Model,
     Optim,
     Outer,
+    Pipeline,
     Replicas,
     Storage,
     Systems,
@@ -45,6 +47,16 @@ def dense_tp() -> Config:
 def dense_pp() -> Config:
     """One pipeline stage per rank (1F1B, 4 micro-batches), nothing compressed."""
     return Config(mesh=Mesh(dp_shard=1, pp=-1), data=Data(micro_batches=4))
+
+
+def _subspace(doc: str, pipeline: Pipeline) -> Recipe:
+    """Return a recipe of one stage per rank whose boundaries are compressed as given."""
+
+    def build() -> Config:
+        return replace(dense_pp(), systems=Systems(pipeline=pipeline))
+
+    build.__doc__ = doc
+    return build
 
 
 def dense_3d() -> Config:
@@ -220,6 +232,8 @@ REPLICAS: dict[str, Recipe] = {
     ),
 }
 
+_SPACE = Pipeline(mode="constrained")
+
 
 def _outer(doc: str, outer: Outer, dp_replicate: int = -1) -> Recipe:
     """Return a recipe of replicas that train apart, of one rank each or of FSDP2 ranks."""
@@ -255,6 +269,44 @@ OUTER: dict[str, Recipe] = {
     ),
 }
 
+
+def _mixed(doc: str, replicas: str, pipeline: Pipeline, evaluate: str) -> Recipe:
+    """Return a recipe of unlike replicas that exchange SparseLoCo's messages."""
+
+    def build() -> Config:
+        return Config(
+            mesh=Mesh(replicas=replicas),
+            data=Data(micro_batches=2),
+            evaluation=Evaluation(boundaries=evaluate),  # type: ignore[arg-type]
+            systems=Systems(pipeline=pipeline, outer=_SPARSELOCO),
+        )
+
+    build.__doc__ = doc
+    return build
+
+
+MIXED: dict[str, Recipe] = {
+    "hetero": _mixed(
+        "A whole replica beside a pipeline of two stages that sends 1/8 of the channels: 3 ranks.",
+        "0 1,2:8",
+        _SPACE,
+        "full",
+    ),
+    "hetero-lossy": _mixed(
+        "hetero that projects at the boundary alone.",
+        "0 1,2:8",
+        replace(_SPACE, mode="lossy"),
+        "full",
+    ),
+    "hetero-dense": _mixed("hetero with a dense boundary: the twin.", "0 1,2", Pipeline(), "full"),
+    "hetero-uniform": _mixed(
+        "Two pipelines of two stages, both sending 1/8 of the channels: 4 ranks.",
+        "0,1:8 2,3:8",
+        _SPACE,
+        "projected",
+    ),
+}
+
 _AQUAVIT = Weights(codec="aquavit")
 _WIDTHS = Weights(codec="aquavit", levels="widths")
 
@@ -269,6 +321,24 @@ RECIPES: dict[str, Recipe] = {
     ),
     "dense-pp": dense_pp,
     "dense-3d": dense_3d,
+    **MIXED,
+    "subspace-pp": _subspace("Pipeline whose boundaries carry an eighth of the channels.", _SPACE),
+    "subspace-pp-16x": _subspace(
+        "Pipeline whose boundaries carry a sixteenth of the channels.", replace(_SPACE, ratio=16)
+    ),
+    "subspace-pp-32x": _subspace(
+        "Pipeline whose boundaries carry 1/32 of the channels.", replace(_SPACE, ratio=32)
+    ),
+    "subspace-pp-coord": _subspace(
+        "subspace-pp on the first channels in place of random directions.",
+        replace(_SPACE, basis="coord"),
+    ),
+    "subspace-pp-int8": _subspace(
+        "subspace-pp with 8-bit coefficients.", replace(_SPACE, wire="int8")
+    ),
+    "subspace-pp-lossy": _subspace(
+        "subspace-pp that projects at the boundaries alone.", replace(_SPACE, mode="lossy")
+    ),
     "bf16-fsdp": _weights(
         "FSDP2 with weight gathers in bfloat16, computed in float32: the baseline of the methods.",
         Weights(codec="bf16"),

@@ -12,8 +12,9 @@ from thinwire import aquavit
 from thinwire.codecs import Blockwise, Cast, Codec, Hadamard
 from thinwire.comm import Ledger
 from thinwire.errors import ConfigError
+from thinwire.train.boundaries import attach_boundaries
 from thinwire.train.config import Config, Gradients, Weights
-from thinwire.train.mesh import Layout, needs_fsdp
+from thinwire.train.mesh import Layout, MixedLayout, needs_fsdp
 from thinwire.train.model import Transformer
 from thinwire.train.outer import OuterSystem
 from thinwire.train.tensor import TensorTraffic
@@ -52,6 +53,10 @@ def attach_systems(
         systems["weights"] = _simulate(config, layout, model)
     elif _compresses(config):
         _nothing_to_gather(layout, ledger)
+    if config.systems.pipeline.mode != "none" or isinstance(layout, MixedLayout):
+        boundaries = attach_boundaries(config, layout, model, ledger)
+        if boundaries is not None:
+            systems["pipeline"] = boundaries
     if config.systems.tensor.nonfinite != "raise":
         systems["tensor"] = TensorTraffic(ledger)
     return systems
