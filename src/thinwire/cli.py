@@ -53,6 +53,8 @@ Settings, with the values of this recipe:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    # Read when torch loads: OpenMP workers that spin after each operation halve a codec's speed.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if not args or args[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if args else 2

@@ -246,6 +246,7 @@ def main(args: Sequence[str]) -> int:
             "command": "thinwire bench " + " ".join(args),
             "versions": versions() | _versions_of("numba", *PEER_PACKAGES),
             "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
+            "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
             "threads": given.threads,
             "rounds": given.rounds,
             "rows": rows,

@@ -89,6 +89,8 @@ def launch(
 
 def _start(folder: Path, rank: int, place: Place) -> subprocess.Popen[bytes]:
     environment = dict(os.environ) | dict(place.environment)
+    # Workers that spin between operations take the cores from other ranks and from codecs.
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
     if sys.platform == "linux":
         # Local ranks need no host name lookup, which fails or is slow on many machines.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
