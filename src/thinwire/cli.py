@@ -175,7 +175,7 @@ def _print_result(run: dict[str, Any]) -> None:
     from thinwire.train.tables import byte_table
 
     result, out = run["result"], run["config"]["out"]
-    print(byte_table(run["ledger"], result["steps"]))
+    print(byte_table(run["ledger"], result["steps"], run["ledger_ranks"]))
     if result["val_loss"] is not None:
         mode = result.get("val_boundaries")
         how = f"{result['val_weights']} weights" + (f", boundaries: {mode}" if mode else "")

@@ -119,6 +119,8 @@ def test_another_user_is_told_in_one_line(monkeypatch, capsys, tmp_path):
         (["--rate", "1gbit", "--nproc", "1"], "--nproc must be at least 2"),
         (["--rate", "1gbit", "--compute-scale", "0.5"], "--compute-scale must be at least 1"),
         (["--rate", "1gbit", "dense-fsdp"], "two arms are the same"),
+        (["--rate", "1gbit", "hetero"], "names 3 ranks, but 2 run: change --nproc"),
+        (["--rate", "1gbit", "sparseloco"], "set --steps to a multiple"),
         (["--rate", "1gbit", "dense-fsdq"], "did you mean 'dense-fsdp'"),
     ],
 )

@@ -365,6 +365,26 @@ def test_replicas_with_their_own_layouts_need_their_groups():
 # -- failures ----------------------------------------------------------------------------------
 
 
+def test_other_settings_are_an_error_on_all():
+    """Messages of other lengths once ended one replica in gloo's own abort."""
+
+    def work(rank):
+        with pytest.raises(
+            ContractError, match=r"run with other settings.*k=" + str((64, 32)[rank])
+        ):
+            SparseLoCo(net(seed=0), None, options=Options(k=(64, 32)[rank]))
+
+    run_ranks(2, work)
+
+
+def test_a_quorum_that_no_round_can_meet_is_refused():
+    def work(rank):
+        with pytest.raises(ConfigError, match="min_quorum 3 can't be met by 2 replicas"):
+            SparseLoCo(net(seed=0), None, options=Options(min_quorum=3))
+
+    run_ranks(2, work)
+
+
 def test_other_initial_weights_are_an_error_on_all():
     def work(rank):
         model = net(seed=rank)

@@ -16,6 +16,7 @@ from thinwire.train.axes import resolve_axes
 from thinwire.train.config import Mesh, Model
 from thinwire.train.config import Watchdog as Limits
 from thinwire.train.model import Attention, build
+from thinwire.train.tables import byte_table
 from thinwire.train.watchdog import StuckError, Watchdog
 
 TINY = Model(dim=16, num_layers=4, num_heads=4, num_kv_heads=2, hidden_dim=24)
@@ -201,3 +202,13 @@ def rank_reference():
         # Two micro-batches of each rank, averaged over two ranks.
         (model(torch.full((1, 4), x)).sum() * 2 / 2).backward()
     return [torch.zeros(3), *(p.grad for p in model.parameters())]
+
+
+def test_byte_table_shows_links_that_rank_0_does_not_use():
+    """A whole replica on rank 0 once hid the compressed pipeline beside it."""
+    one = {"calls": 2, "dense_bytes": 2048, "wire_bytes": 1024, "exempt_bytes": 0, "ratio": 2.0}
+    table = byte_table({"outer": one}, 2, [{"outer": one}, {"outer": one, "pipeline": one}])
+    lines = table.splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["outer", "pipeline"]
+    assert lines[2].endswith("2.00x  (rank 1)")
+    assert lines[3] == "sent per step by rank 0: 512 B"

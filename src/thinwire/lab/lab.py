@@ -25,7 +25,8 @@ from typing import Any
 from thinwire.errors import ConfigError, RunError
 from thinwire.lab.arms import Arm, arm_config, parse_arm, parse_settings
 from thinwire.lab.links import INTERFACE, parse_rate, shaped_links
-from thinwire.train.axes import check_layout, resolve_axes
+from thinwire.train.axes import check_ranks
+from thinwire.train.config import Config
 from thinwire.train.launch import Place, launch
 from thinwire.train.metrics import versions
 from thinwire.train.parse import from_dict
@@ -66,7 +67,8 @@ def _configs(plan: Plan, data: str, out: Path) -> list[dict[str, Any]]:
         words = ["--data.source", data, "--out", str(out / arm.folder), "--steps", str(steps)]
         values = arm_config(arm, words)
         config = from_dict(values)
-        check_layout(config, resolve_axes(config.mesh, plan.nproc))
+        check_ranks(config, plan.nproc)
+        _check_outer(plan, config)
         configs.append(values)
     return configs
 
@@ -180,6 +182,15 @@ def _verdicts(rows: list[dict[str, Any]]) -> list[str]:
     return said
 
 
+def _check_outer(plan: Plan, config: Config) -> None:
+    every = config.systems.outer.sync_every
+    if config.systems.outer.method != "none" and plan.steps % every:
+        raise ConfigError(
+            f"systems.outer syncs every {every} steps: set --steps to a multiple, so that each "
+            "turn holds its share of syncs"
+        )
+
+
 def _legend(plan: Plan) -> str:
     padded = ""
     if plan.compute_scale != 1:
@@ -251,8 +262,9 @@ def main(args: Sequence[str]) -> int:
         "rate_bits_per_s": list(plan.rates),
         "num_ranks": plan.nproc,
         "compute_scale": plan.compute_scale,
-        "steps": plan.rounds * plan.steps,
-        "params": configs[0]["model"],
+        "rounds": plan.rounds,
+        "steps_per_round": plan.steps,
+        "model": configs[0]["model"],
         "versions": versions(),
         "arms": rows,
         "step_s": {arm.name: _slowest(shaped, i) for i, arm in enumerate(plan.arms)},

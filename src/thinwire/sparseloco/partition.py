@@ -117,6 +117,11 @@ class Partition:
         for name, x in tensors.items():
             if not x.is_floating_point():
                 raise ConfigError(f"{name!r} is {x.dtype}: only floating tensors are synchronized")
+        if options.min_quorum > len(roster):
+            raise ConfigError(
+                f"min_quorum {options.min_quorum} can't be met by {len(roster)} replicas: no round "
+                "would ever commit"
+            )
         self.options, self.replica, self.stage = options, replica, stage
         self.table = Table({name: x.shape for name, x in tensors.items()}, options)
         self.basis_version, self.extra = basis_version, extra
@@ -345,9 +350,20 @@ class Partition:
             "residual": {name: x.clone() for name, x in self.residual.items()},
         }
 
-    def check_same_theta(self, fingerprints: Mapping[int, bytes]) -> None:
-        """Raise ContractError unless all replicas hold the same theta."""
-        others = [r for r, f in sorted(fingerprints.items()) if f != self.fingerprint()]
+    def identity(self) -> bytes:
+        """Return 16 bytes of the settings' hash and 16 of the weights', for `check_same_start`."""
+        return self.options.config_hash(self.extra) + self.fingerprint()[:16]
+
+    def check_same_start(self, identities: Mapping[int, bytes]) -> None:
+        """Raise ContractError unless all replicas have these settings and hold this theta."""
+        mine = self.identity()
+        others = [r for r, i in sorted(identities.items()) if i[:16] != mine[:16]]
+        if others:
+            raise ContractError(
+                f"replicas {others} run with other settings than replica {self.replica}: give all "
+                f"the same options (here: {self.options})"
+            )
+        others = [r for r, i in sorted(identities.items()) if i != mine]
         if others:
             raise ContractError(
                 f"replicas {others} hold other weights than replica {self.replica}: start all from "

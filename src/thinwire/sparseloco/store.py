@@ -117,13 +117,13 @@ class StoreTransport:
             PeerError: not all came within `timeout_s`.
         """
         with _store_errors("start"):
-            self.store.set(f"start/s{part.stage}/{self.replica}", part.fingerprint().hex())
+            self.store.set(f"start/s{part.stage}/{self.replica}", part.identity().hex())
             keys = {r: f"start/s{part.stage}/{r}" for r in self.replicas}
             missing = self._wait_for(set(keys), keys, time.monotonic() + self.timeout_s)
             if missing:
                 raise PeerError(f"replicas {sorted(missing)} did not start in {self.timeout_s} s")
             hashes = {r: bytes.fromhex(self.store.get(key).decode()) for r, key in keys.items()}
-        part.check_same_theta(hashes)
+        part.check_same_start(hashes)
         self._began_s = time.monotonic()
         return self.deadline is not None
 

@@ -60,8 +60,8 @@ class GroupTransport:
         """Check that replicas start alike (see `rounds.Transport`); rounds have no deadlines."""
         self._device = part.device
         group = self._groups[part.stage] if self._groups else self._group
-        hashes = gather_hashes(part.fingerprint(), group, self._device)
-        part.check_same_theta(dict(zip(self.replicas, hashes, strict=True)))
+        hashes = gather_hashes(part.identity(), group, self._device)
+        part.check_same_start(dict(zip(self.replicas, hashes, strict=True)))
         return False
 
     def due(self, elapsed_s: float) -> bool:

@@ -70,6 +70,8 @@ def _with_replicas(values: Mapping[str, Any]) -> Mapping[str, Any]:
         words.append(",".join(str(rank) for rank in ranks) + ratio)
     rest = {k: v for k, v in values.items() if k != "replicas"}
     mesh = rest.get("mesh", {})
+    if mesh.get("replicas"):
+        raise ConfigError("mesh.replicas and [[replicas]] say the same: give one of them")
     return rest | {"mesh": {**mesh, "replicas": " ".join(words)}}
 
 
