@@ -25,8 +25,9 @@ def keep(given: argparse.Namespace) -> int:
     head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = given.commit or subprocess.check_output(head, text=True).strip()
     result = json.loads(Path(given.file).read_text())
-    for arm in result.get("arms", []):
-        arm.pop("curve", None)  # long, and drawn by `thinwire compare` itself
+    if "reference" in result:
+        for arm in result["arms"]:
+            arm.pop("curve")  # long, and drawn by `thinwire compare` itself
     kept = {
         "title": given.title,
         "command": given.command or result.get("command", ""),
@@ -100,7 +101,20 @@ def lab_table(result: dict[str, Any]) -> str:
     return f"Rates of the ranks: {rates}.\n\n" + table(head, rows)
 
 
+def break_even_table(result: dict[str, Any]) -> str:
+    rows = [
+        [f"`{name}`", f"{1e3 * a['step_s_median']:.0f}", f"{a['wire_bytes_per_step'] / 1e6:.2f}",
+         f"{1e3 * a['encode_s_per_step']:.1f}", f"{1e3 * a['decode_s_per_step']:.1f}",
+         f"{a['break_even_gbps']:.1f}" if a.get("break_even_gbps") else ""]
+        for name, a in result["arms"].items()
+    ]  # fmt: skip
+    head = ["arm", "step, ms", "MB sent", "encode, ms", "decode, ms", "pays below, Gbit/s"]
+    return table(head, rows)
+
+
 def kind_table(result: dict[str, Any]) -> str:
+    if isinstance(result.get("arms"), dict):
+        return break_even_table(result)
     if "rows" in result:
         return bench_table(result)
     if "rate_bits_per_s" in result:
