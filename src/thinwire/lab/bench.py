@@ -83,9 +83,9 @@ def measure(case: Case, rounds: int = 15, slow_rounds: int = 3) -> dict[str, Any
 
     Returns:
         A row: names, `numel`, `moved_nbytes`, `time_s` (median), `gbps`, `copy_ratio` (time over
-        that of a copy that reads and writes as many bytes), `input_copy_ratio` (over that of a
-        copy of the fp32 input), `reference_speedup`, `limit`, `meets`, and `peers` (how many times
-        faster than each).
+        that of copying `moved_nbytes` bytes, which reads and writes each), `input_copy_ratio`
+        (over that of a copy of the fp32 input), `reference_speedup`, `limit`, `meets`, and `peers`
+        (how many times faster than each).
     """
     arms: dict[str, Call] = {
         "copy": _copier(case.moved_nbytes),
@@ -158,9 +158,9 @@ _HEAD = (
     f"{'eager':>8}  {'limit':<12}peers\n"
 )
 _LEGEND = """
-copy: time over that of a copy that reads and writes as many bytes; input: over that of a copy of
-the fp32 tensor; eager: how many times faster than plain torch; peers: how many times faster than
-theirs. Medians over rounds.
+copy: time over that of copying as many bytes as the operation touches; input: over that of a
+copy of the fp32 tensor; eager: how many times faster than plain torch; peers: how many times
+faster than theirs. Medians over rounds.
 """
 
 
