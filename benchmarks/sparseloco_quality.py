@@ -70,12 +70,15 @@ class Results:
 
     def get(self, name: str, lr: float, seed: int, steps: int, given: argparse.Namespace) -> dict:
         key = f"{given.data}/{name}/lr{lr:g}/steps{steps}/seed{seed}/r{given.workers}"
+        key += f"/b{given.batch}x{given.tokens}"
         if key not in self.runs:
             if self._task is None:
-                self._task = ToyTask() if given.data == "toy" else LlamaTask(given.data)
+                llama = given.data, given.batch, given.tokens
+                self._task = ToyTask() if given.data == "toy" else LlamaTask(*llama)
             outcome = run(self._task, ARMS[name], lr, steps, seed, given.workers)
             about = {"data": given.data, "arm": name, "lr": lr, "seed": seed, "steps": steps}
-            self.runs[key] = {**about, "workers": given.workers, **asdict(outcome)}
+            about |= {"workers": given.workers, "batch": given.batch, "tokens": given.tokens}
+            self.runs[key] = {**about, **asdict(outcome)}
             self._save()
             print(f"{key}: {outcome.val_loss:.4f} in {outcome.wall_s:.0f} s", flush=True)
         return self.runs[key]
@@ -133,6 +136,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="for all arms, in place of tuning")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per replica and step")
+    parser.add_argument("--tokens", type=int, default=128, help="of a sequence; not of the toy's")
     parser.add_argument("--table", action="store_true", help="print the table and end")
     given = parser.parse_args()
     limit_threads()
