@@ -65,6 +65,8 @@ def root(tmp_path_factory):
     wide = {"optimizer": "powersgd-ddp"}
     wide = config(root, "wide", wide, model=MODEL | {"hidden_dim": 1024})
     cases.append({"config": wide, "resume": None})
+    early = config(root, "early", SCAPE | {"dense_steps": 3}) | {"stop_after": 2}
+    cases.append({"config": early, "resume": None})
     for name in RESUMED:
         cut = config(root, f"{name}-cut", OPTIMIZERS[name])
         cases.append({"config": cut | {"stop_after": 3}, "resume": None})
@@ -116,6 +118,12 @@ def test_sparse_steps_send_less(root):
     assert ledger(root, "scape")["gradients"]["compressed_ratio"] > 15
     run = json.loads((Path(root) / "offload" / "run.json").read_text())
     assert run["memory"]["host_bytes"] > 0
+
+
+def test_a_run_may_stop_within_its_dense_steps(root):
+    assert [s["density"] for s in steps(root, "early")] == [1.0, 1.0]
+    gradients = ledger(root, "early")["gradients"]
+    assert gradients["exempt_bytes"] == gradients["wire_bytes"]
 
 
 def test_torchs_powersgd_hook_gets_one_bucket(root):

@@ -68,7 +68,8 @@ def train(
     Raises:
         ConfigError, DataError, CheckpointError: see those; before the first step.
         NonFiniteError, StuckError: the run cannot go on.
-        ContractError: a compressed link carried nothing (run.json is written all the same).
+        ContractError: a compressed link carried nothing by the last step (run.json is written all
+            the same).
     """
     trainer = Trainer.build(config, device or torch.device("cpu"))
     if resume is not None:
@@ -76,7 +77,10 @@ def train(
     else:
         refuse_to_mix(Path(config.out))
     run = trainer.run(progress)
-    trainer.ledger.check()
+    # A run that `stop_after` ends may not have left its schedule's dense steps: its resumption,
+    # which goes on with the same books, is held to the contract.
+    if trainer.step >= config.steps:
+        trainer.ledger.check()
     return run
 
 
