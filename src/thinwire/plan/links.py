@@ -191,6 +191,9 @@ class Compute:
         rounds: measurements.
         tokens: tokens of the step on this rank; 0 where that isn't known.
         params: parameters of the model on this rank; 0 where that isn't known.
+        forward_s: the part of forward passes; 0 where parts aren't known.
+        backward_s: of backward passes.
+        optimizer_s: of the optimizer.
     """
 
     recipe: str
@@ -199,10 +202,14 @@ class Compute:
     rounds: int = 1
     tokens: int = 0
     params: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
 
     def __post_init__(self) -> None:
         _need(self, ("step_s",), above_zero=True)
-        _need(self, ("iqr_s",), above_zero=False)
+        parts = ("iqr_s", "forward_s", "backward_s", "optimizer_s")
+        _need(self, parts, above_zero=False)
         if self.rounds < 1 or self.tokens < 0 or self.params < 0:
             raise ConfigError("rounds must be at least 1, tokens and params at least 0")
 
