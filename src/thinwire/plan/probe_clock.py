@@ -70,7 +70,7 @@ class Clock:
         self.seconds, self.max_nbytes, self.timeout_s = seconds, max_nbytes, timeout_s
         self.device = device
         self.elapsed_s, self.sent_nbytes, self.interrupted = 0.0, 0, False
-        self._start = time.perf_counter()
+        self._what, self._start = "the mesh", time.perf_counter()
         shown = progress and dist.get_rank() == 0
         self._bar = tqdm(total=round(seconds), unit="s", desc="probe", disable=not shown)
         cuda_only = _compat.takes_cuda_only(_compat.default_group())
@@ -93,7 +93,7 @@ class Clock:
         """
         own = [bool(failure), self.interrupted, time.perf_counter() - self._start, *values]
         numbers = torch.tensor(own, dtype=torch.float64, device=self._numbers)
-        with self.peers("agreement"):
+        with self.peers(self._what):
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
             failed, stopped, self.elapsed_s, *largest = numbers.tolist()
             if failed:
@@ -159,6 +159,7 @@ class Clock:
 
     def show(self, what: str) -> None:
         """Move the bar to now and say what is timed."""
+        self._what = what
         self._bar.set_postfix_str(what, refresh=False)
         self._bar.n = min(round(self.elapsed_s), self._bar.total or 0)
         self._bar.refresh()

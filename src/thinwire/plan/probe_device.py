@@ -19,7 +19,7 @@ from thinwire.plan.probe_links import spread_s
 
 __all__ = ["Work", "measure_codec", "measure_step"]
 
-SMALL, LARGE = 2**12, 2**20
+SMALL, LARGE = 2**12, 2**18
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
 PARTS = ("forward_s", "backward_s", "optimizer_s")
 
@@ -33,12 +33,14 @@ class Work:
         step: does one step; it may return the seconds of its parts, of `PARTS`.
         tokens: tokens of the step on this rank; 0: not known.
         params: parameters of the model on this rank; 0: not known.
+        divide_by: ranks that split the computation which `step` does whole.
     """
 
     name: str
     step: Callable[[], Any]
     tokens: int = 0
     params: int = 0
+    divide_by: int = 1
 
 
 def measure_codec(codec: Codec, clock: Clock, seconds: float) -> CodecSpeed:
@@ -109,7 +111,7 @@ def measure_step(work: Work, clock: Clock, seconds: float) -> Compute:
         found: list[Any] = []
         seconds = clock.time_s(lambda: found.append(work.step()))
         named = found[0] if isinstance(found[0], Mapping) else {}
-        parts.append([float(named.get(part, 0.0)) for part in PARTS])
+        parts.append([float(named.get(part, 0.0)) / work.divide_by for part in PARTS])
         return [seconds]
 
     what = f"step of {work.name}"
@@ -121,6 +123,7 @@ def measure_step(work: Work, clock: Clock, seconds: float) -> Compute:
     for _ in range(_rounds(once_s, seconds) - 1):
         clock.meet()
         samples += clock.alone(what, once, 1)
+    samples = [seconds / work.divide_by for seconds in samples]
     of_parts = clock.agree([statistics.median(column) for column in zip(*parts[1:], strict=True)])
     return Compute(
         recipe=work.name,
