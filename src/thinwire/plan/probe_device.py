@@ -11,16 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thinwire.codecs import Codec
+from thinwire.kernels import adams
 from thinwire.plan.links import CodecSpeed, Compute
 from thinwire.plan.probe_clock import Clock
 from thinwire.plan.probe_links import spread_s
 
-__all__ = ["Work", "measure_codec", "measure_step"]
+__all__ = ["Work", "measure_codec", "measure_select", "measure_step"]
 
 SMALL, LARGE = 2**12, 2**18
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
+Call = Callable[[], Any]
+
 PARTS = ("forward_s", "backward_s", "optimizer_s")
 
 
@@ -37,7 +41,7 @@ class Work:
     """
 
     name: str
-    step: Callable[[], Any]
+    step: Call
     tokens: int = 0
     params: int = 0
     divide_by: int = 1
@@ -54,43 +58,74 @@ def measure_codec(codec: Codec, clock: Clock, seconds: float) -> CodecSpeed:
     Raises:
         ProbeError: the codec raised on some rank.
     """
+
+    def encode(x: Tensor) -> Call:
+        return lambda: codec.encode(x)
+
+    def decode(x: Tensor) -> Call:
+        wire = codec.encode(x)
+        return lambda: codec.decode(wire, x.numel(), x.dtype)
+
     granule = codec.facts.granule
-    sizes = [-(-n // granule) * granule for n in (SMALL, LARGE)]
-    lines = []
-    for direction in ("encode", "decode"):
-        times = [_median_s(codec, direction, n, clock, seconds / 4) for n in sizes]
-        slope = (times[1] - times[0]) / (sizes[1] - sizes[0])
-        if slope <= 0:
-            slope = times[1] / sizes[1]
-        lines.append((max(0.0, times[0] - slope * sizes[0]), slope))
-    (encode_latency_s, encode_s), (decode_latency_s, decode_s) = lines
+    coded = _fit(f"encode of {codec!r}", encode, granule, clock, seconds / 2)
+    decoded = _fit(f"decode of {codec!r}", decode, granule, clock, seconds / 2)
     return CodecSpeed(
-        encode_latency_s=encode_latency_s,
-        encode_s_per_value=encode_s,
-        decode_latency_s=decode_latency_s,
-        decode_s_per_value=decode_s,
+        encode_latency_s=coded[0],
+        encode_s_per_value=coded[1],
+        decode_latency_s=decoded[0],
+        decode_s_per_value=decoded[1],
     )
 
 
-def _median_s(codec: Codec, direction: str, numel: int, clock: Clock, seconds: float) -> float:
-    what = f"{direction} of {codec!r}"
-    calls: dict[str, Callable[[], Any]] = {}
+def measure_select(clock: Clock, seconds: float) -> CodecSpeed:
+    """Return what picking a tenth of a state's values costs (encode), and adding them back."""
+
+    def pick(x: Tensor) -> Call:
+        k = x.numel() // 10
+        return lambda: x[adams.largest(x.abs(), k)]
+
+    def add(x: Tensor) -> Call:
+        index = adams.largest(x.abs(), x.numel() // 10)
+        values = x[index]
+        return lambda: x.index_add_(0, index, values, alpha=0.0)
+
+    picked = _fit("picking the largest values", pick, 1, clock, seconds / 2)
+    added = _fit("adding values back", add, 1, clock, seconds / 2)
+    return CodecSpeed(
+        encode_latency_s=picked[0],
+        encode_s_per_value=picked[1],
+        decode_latency_s=added[0],
+        decode_s_per_value=added[1],
+    )
+
+
+def _fit(
+    what: str, make: Callable[[Tensor], Call], granule: int, clock: Clock, seconds: float
+) -> tuple[float, float]:
+    """Return latency and seconds per value of the call that `make` gives for a tensor."""
+    sizes = [-(-n // granule) * granule for n in (SMALL, LARGE)]
+    small, large = (_median_s(what, make, n, clock, seconds / 2) for n in sizes)
+    slope = (large - small) / (sizes[1] - sizes[0])
+    if slope <= 0:
+        slope = large / sizes[1]
+    return max(0.0, small - slope * sizes[0]), slope
+
+
+def _median_s(
+    what: str, make: Callable[[Tensor], Call], numel: int, clock: Clock, seconds: float
+) -> float:
+    made: list[Call] = []
 
     def prepare() -> list[float]:
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(numel, generator=generator).to(clock.device)
-        wire = codec.encode(x)
-        decode = lambda: codec.decode(wire, numel, x.dtype)  # noqa: E731  the pair reads best so
-        calls["call"] = (lambda: codec.encode(x)) if direction == "encode" else decode
-        calls["call"]()  # compiles
-        return [clock.time_s(calls["call"])]
+        made.append(make(torch.randn(numel, generator=generator).to(clock.device)))
+        made[0]()  # compiles
+        return [clock.time_s(made[0])]
 
     (once_s,) = clock.alone(what, prepare, 1)
     rounds = _rounds(once_s, seconds)
     clock.meet()
-    samples = clock.alone(
-        what, lambda: [clock.time_s(calls["call"]) for _ in range(rounds)], rounds
-    )
+    samples = clock.alone(what, lambda: [clock.time_s(made[0]) for _ in range(rounds)], rounds)
     return max(statistics.median(samples), 1e-9)
 
 

@@ -16,11 +16,13 @@ from thinwire.codecs import Codec
 from thinwire.errors import ConfigError
 from thinwire.plan.links import COLLECTIVES, CodecSpeed, Group, Links, Speed
 from thinwire.plan.probe_clock import Clock, interruptible
-from thinwire.plan.probe_device import Work, measure_codec, measure_step
+from thinwire.plan.probe_device import Work, measure_codec, measure_select, measure_step
 from thinwire.plan.probe_links import measure_groups
 
 __all__ = ["probe"]
 
+# The speed of picking a state's largest values stands beside the codecs'.
+SELECT = "select"
 _CODECS_SHARE = _STEP_SHARE = 0.2
 # A bound of the whole probe that even one hung message keeps.
 TIMEOUT_S = 120.0
@@ -43,7 +45,7 @@ def probe(
 
     Args:
         mesh: process groups by axis, names required; None takes all ranks as one axis "world".
-        codecs: whose speed to take.
+        codecs: whose speed to take; with any, also that of picking the largest values.
         work: a step whose computation to time.
         seconds: time to stay within, beside compiling codecs and three rounds of everything.
         max_nbytes: bytes a rank may send, beside three rounds of the smallest messages.
@@ -110,10 +112,13 @@ def _measure(
     if work is not None:
         compute = measure_step(work, clock, step_share * clock.seconds)
     codec_speeds = {}
+    share_s = codecs_share * clock.seconds / (len(codecs) + 1)
     for codec in dict.fromkeys(codecs):
         clock.show(repr(codec))
-        share_s = codecs_share * clock.seconds / len(codecs)
         codec_speeds[repr(codec)] = measure_codec(codec, clock, share_s)
+    if codecs:
+        clock.show(SELECT)
+        codec_speeds[SELECT] = measure_select(clock, share_s)
     # Codecs may have had to be compiled: the links keep their share whatever that took.
     until_s = max(
         clock.seconds, clock.elapsed_s + (1 - _CODECS_SHARE - _STEP_SHARE) * clock.seconds
