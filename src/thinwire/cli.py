@@ -1,4 +1,4 @@
-"""The command line: `thinwire train | compare | lab | bench | report | export | recipes | env`.
+"""The command line: `thinwire COMMAND ...`, see `USAGE`.
 
 Errors a user can cause are one line on standard error, exit status 2. torch is imported by the
 commands that need it only.
@@ -30,6 +30,7 @@ usage: thinwire COMMAND ...
   compare R1 R2 ...  run recipes over several seeds and compare
   lab --rate R A...  train recipes over links of a stated speed and compare step times
   bench codecs       speed of every codec against a copy of the same bytes
+  probe [RECIPE]     measure links, codecs and a step's computation: links.json
   export DIR         write a run's newest checkpoint as one dense safetensors file
   recipes            list the recipes
   env                versions, devices and extras
@@ -247,6 +248,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "compare": _compare,
     "lab": _elsewhere("thinwire.lab.lab"),
     "bench": _elsewhere("thinwire.lab.bench"),
+    "probe": _elsewhere("thinwire.lab.probe"),
     "export": _elsewhere("thinwire.train.dense"),
     "recipes": _recipes,
     "env": _env,

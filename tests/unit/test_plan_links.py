@@ -62,8 +62,8 @@ def test_seconds_are_monotone_over_noisy_points():
     speed = Speed.fit([Point(nbytes=10**i, median_s=t) for i, t in enumerate(times, start=1)])
     found = [speed.seconds(n) for n in range(1, 300_000, 997)]
     assert found == sorted(found)
-    assert speed.seconds(100) == 0.004
-    assert speed.seconds(10_000) == 0.006
+    assert speed.latency_s == speed.seconds(10) == speed.seconds(100) == 0.001
+    assert speed.seconds(1000) == speed.seconds(10_000) == 0.005
 
 
 def test_one_point_and_falling_points_still_give_a_rate():

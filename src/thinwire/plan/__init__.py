@@ -12,12 +12,16 @@ from thinwire.plan.job import (
     TensorLink,
     WeightsPhase,
 )
-from thinwire.plan.links import CodecSpeed, Compute, Group, Links, Point, Speed
+from thinwire.plan.links import COLLECTIVES, CodecSpeed, Compute, Group, Links, Point, Speed
 from thinwire.plan.measured import MeasuredCosts
 from thinwire.plan.predict import Arm, Prediction, compare, predict
+from thinwire.plan.probe_clock import ProbeError, ProbeInterrupted
+from thinwire.plan.probe_device import Work
+from thinwire.plan.probe_mesh import probe
 from thinwire.plan.workload import Costs, Workload
 
 __all__ = [
+    "COLLECTIVES",
     "Arm",
     "Boundaries",
     "Cluster",
@@ -35,14 +39,18 @@ __all__ = [
     "Outer",
     "Point",
     "Prediction",
+    "ProbeError",
+    "ProbeInterrupted",
     "Sites",
     "SparseSync",
     "Speed",
     "Stage",
     "TensorLink",
     "WeightsPhase",
+    "Work",
     "Workload",
     "compare",
     "predict",
+    "probe",
     "workload_of",
 ]

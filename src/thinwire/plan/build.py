@@ -52,8 +52,9 @@ def workload_of(job: Job) -> Workload:
         tokens=job.tokens * job.micro_batches * job.mesh["dp_replicate"] * job.mesh["dp_shard"],
         params=job.params,
         flops=job.micro_batches * (forward * (1 + BACKWARD) + again),
+        forward_flops=job.micro_batches * forward,
         rank_tokens=job.tokens * job.micro_batches,
-        rank_params=max(stage.numel for stage in job.stages),
+        rank_params=job.first_params or job.stages[0].numel,
         memory=memory(job),
         systems=dict(job.systems),
     )
@@ -393,7 +394,11 @@ class _Builder:
         assert outer is not None
         num = job.mesh["dp_replicate"]
         numel = job.stages[stage].numel
-        self.run(Compute("select", nbytes=16.0 * numel, numel=numel), stage, [self.host[stage]])
+        self.run(
+            Compute("select", nbytes=16.0 * numel, numel=numel if outer.message_bytes else 0),
+            stage,
+            [self.host[stage]],
+        )
         if outer.message_bytes:
             dense = all_reduce_sent(4 * numel, num)
             nbytes = outer.message_bytes
@@ -413,7 +418,7 @@ class _Builder:
                     axis="dp_replicate", num_ranks=num, min_bytes=0,
                 )  # fmt: skip
         last = self.through(works, stage)
-        self.run(Compute("select", nbytes=8.0 * numel, numel=0), stage, [last])
+        self.run(Compute("select", nbytes=8.0 * numel), stage, [last])
 
 
 class _Gathers:

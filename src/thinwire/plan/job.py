@@ -172,6 +172,7 @@ class Job:
         scalar_bytes: of the all-reduce of loss and norm.
         prefetch: gathers in flight ahead of the layer that computes; 0 blocks, as on gloo.
         blocking: reduce-scatters hold up the host, as on gloo.
+        first_params: of the first stage before tensor parallelism; 0: as its shapes say.
         state_bytes: optimizer state per parameter.
         extra_bytes: memory of systems per local parameter, by name.
     """
@@ -202,6 +203,7 @@ class Job:
     scalar_bytes: int = 16
     prefetch: int = 1
     blocking: bool = False
+    first_params: int = 0
     state_bytes: float = 8.0
     extra_bytes: Mapping[str, float] = field(default_factory=dict)
     systems: Mapping[str, str] = field(default_factory=dict)

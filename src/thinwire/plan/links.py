@@ -75,8 +75,9 @@ class Speed:
     def fit(cls, points: Sequence[Point]) -> "Speed":
         """Return the speed that measured points say.
 
-        Latency is the smallest message's median; the slope is a line through the larger half of the
-        sizes, each weighted by its inverse square time so that relative errors count alike.
+        Latency is what `seconds` says of the smallest message; the slope is a line through the
+        larger half of the sizes, each weighted by its inverse square time so that relative errors
+        count alike.
         """
         ordered = tuple(sorted(points, key=lambda point: point.nbytes))
         if not ordered:
@@ -85,7 +86,7 @@ class Speed:
         last = ordered[-1]
         seconds_per_byte = _slope(upper)
         rate = 1 / seconds_per_byte if seconds_per_byte > 0 else last.nbytes / last.median_s
-        return cls(points=ordered, latency_s=ordered[0].median_s, bytes_per_s=rate)
+        return cls(points=ordered, latency_s=_floor(ordered)[0], bytes_per_s=rate)
 
     @classmethod
     def ideal(cls, latency_s: float, bytes_per_s: float) -> "Speed":
@@ -99,11 +100,12 @@ class Speed:
     def seconds(self, nbytes: float) -> float:
         """Return the seconds of a message: never less for more bytes.
 
-        The smallest measured message's seconds below it, straight lines between points (a point
-        that was faster than a smaller one takes that one's seconds), the slope beyond the last.
+        The smallest measured message's seconds below it, straight lines between points (one that
+        took longer than a larger one was disturbed, and takes that one's seconds), the slope beyond
+        the last.
         """
         sizes = [point.nbytes for point in self.points]
-        times = list(accumulate((point.median_s for point in self.points), max))
+        times = _floor(self.points)
         if nbytes <= sizes[0]:
             return times[0]
         if nbytes >= sizes[-1]:
@@ -191,6 +193,9 @@ class Compute:
         rounds: measurements.
         tokens: tokens of the step on this rank; 0 where that isn't known.
         params: parameters of the model on this rank; 0 where that isn't known.
+        forward_s: the part of forward passes; 0 where parts aren't known.
+        backward_s: of backward passes.
+        optimizer_s: of the optimizer.
     """
 
     recipe: str
@@ -199,10 +204,14 @@ class Compute:
     rounds: int = 1
     tokens: int = 0
     params: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
 
     def __post_init__(self) -> None:
         _need(self, ("step_s",), above_zero=True)
-        _need(self, ("iqr_s",), above_zero=False)
+        parts = ("iqr_s", "forward_s", "backward_s", "optimizer_s")
+        _need(self, parts, above_zero=False)
         if self.rounds < 1 or self.tokens < 0 or self.params < 0:
             raise ConfigError("rounds must be at least 1, tokens and params at least 0")
 
@@ -340,6 +349,11 @@ class Links:
         finally:
             with suppress(OSError):
                 part.unlink()
+
+
+def _floor(points: Sequence[Point]) -> list[float]:
+    """Return each point's seconds, or a larger one's where that was faster."""
+    return list(accumulate((point.median_s for point in reversed(points)), min))[::-1]
 
 
 def _slope(points: Sequence[Point]) -> float:

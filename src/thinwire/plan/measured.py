@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 
 from thinwire.errors import ConfigError
 from thinwire.plan.links import Group, Links
+from thinwire.plan.probe_mesh import SELECT
 from thinwire.plan.workload import Coding, Compute, Message, Workload
 
-__all__ = ["SELECT", "MeasuredCosts"]
-
-# Speed of an arm's own passes over its state, beside the codecs' (see `Compute.what`).
-SELECT = "select"
+__all__ = ["MeasuredCosts"]
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,27 @@ class MeasuredCosts:
     def compute_s(self, compute: Compute, workload: Workload) -> float:
         """Return the seconds of arithmetic: the step's, dealt by floating-point operations."""
         if compute.what == "select":
-            speed = self.links.codecs.get(SELECT)
-            return 0.0 if speed is None else compute.numel * speed.encode_s_per_value
-        return self.whole_step_s(workload) * compute.flops / workload.flops
+            return self._select_s(compute.numel)
+        known = self.links.compute
+        if self.step_s is not None or known is None or not (known.forward_s and known.backward_s):
+            return self.whole_step_s(workload) * compute.flops / workload.flops
+        scale = self._scale(workload)
+        if compute.what == "optimizer":
+            return scale * known.optimizer_s if compute.numel else 0.0
+        backward = workload.flops - workload.forward_flops
+        forwards = compute.what == "forward"
+        seconds, whole = (
+            (known.forward_s, workload.forward_flops) if forwards else (known.backward_s, backward)
+        )
+        return scale * seconds * compute.flops / whole
+
+    def _select_s(self, numel: int) -> float:
+        if not numel:
+            return 0.0
+        speed = self.links.codecs.get(SELECT)
+        if speed is None:
+            raise ConfigError("the links hold no speed of picking the largest values: probe again")
+        return speed.encode_s(numel) + speed.decode_s(numel)
 
     def whole_step_s(self, workload: Workload) -> float:
         """Return the seconds of a step's arithmetic."""
@@ -100,7 +116,12 @@ class MeasuredCosts:
             return self.step_s
         compute = self.links.compute
         assert compute is not None
+        return self._scale(workload) * compute.step_s
+
+    def _scale(self, workload: Workload) -> float:
+        """Return the step's arithmetic over the probed one's, by parameters and tokens."""
+        compute = self.links.compute
+        assert compute is not None
         if not (compute.params and compute.tokens):
-            return compute.step_s
-        scale = workload.rank_params * workload.rank_tokens / (compute.params * compute.tokens)
-        return compute.step_s * scale
+            return 1.0
+        return workload.rank_params * workload.rank_tokens / (compute.params * compute.tokens)

@@ -140,8 +140,9 @@ class Workload:
         tokens: tokens of a step over all ranks.
         params: parameters of the whole model.
         flops: of a step on one rank of the busiest stage, recomputation included.
+        forward_flops: the part of forward passes.
         rank_tokens: tokens of a step on one rank.
-        rank_params: parameters that a rank computes with.
+        rank_params: parameters that a rank computes with, before tensor parallelism.
         memory: bytes on one rank by what they hold.
         systems: ledger link -> what compresses it, for words.
     """
@@ -153,6 +154,7 @@ class Workload:
     tokens: int
     params: int
     flops: float
+    forward_flops: float
     rank_tokens: int
     rank_params: int
     memory: Mapping[str, int] = field(default_factory=dict)

@@ -18,9 +18,9 @@ from thinwire.train.config import Config, Outer
 from thinwire.train.mesh import Layout, MixedLayout
 from thinwire.train.replicas import inner_group
 
-__all__ = ["DENSE_CODECS", "MixedSystem", "OuterSystem", "attach_outer", "outer_options"]
+__all__ = ["OUTER_CODECS", "MixedSystem", "OuterSystem", "attach_outer", "outer_options"]
 
-DENSE_CODECS: dict[str, Codec | None] = {
+OUTER_CODECS: dict[str, Codec | None] = {
     "fp32": None,
     "bf16": Cast("bf16"),
     "int8": Blockwise(bits=8, block_size=128),
@@ -126,7 +126,7 @@ def attach_outer(
     if cfg.method == "sparseloco":
         loop = sparseloco.SparseLoCo(model, optimizer, options=outer_options(cfg), **where)
     else:
-        codec, momentum = DENSE_CODECS[cfg.codec], cfg.momentum
+        codec, momentum = OUTER_CODECS[cfg.codec], cfg.momentum
         loop = sparseloco.DiLoCo(
             model, optimizer, alpha=cfg.alpha, momentum=momentum, codec=codec, **where
         )
@@ -186,7 +186,7 @@ def _attach_mixed(
 
 
 def outer_options(cfg: Outer) -> sparseloco.Options:
-    """Return SparseLoCo's options."""
+    """Return what sparseloco sends, by the configuration."""
     return sparseloco.Options(
         alpha=cfg.alpha,
         beta=cfg.beta,

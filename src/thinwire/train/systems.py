@@ -129,7 +129,7 @@ def _compresses(config: Config) -> bool:
 def weight_schedule(
     cfg: Weights, steps: int
 ) -> aquavit.Schedule | aquavit.Static | aquavit.Difference | None:
-    """Return how weight gathers travel over `steps` steps, None if dense."""
+    """Return how weight gathers travel over a run of `steps`; None: as they are."""
     if cfg.codec == "dense":
         return None
     if cfg.codec == "bf16":
@@ -150,7 +150,7 @@ def weight_schedule(
 
 
 def gradient_codec(cfg: Gradients) -> Codec | None:
-    """Return how gradients are reduced over shards, None if dense."""
+    """Return how the gradient reduce-scatter travels; None: as it is."""
     if cfg.codec == "dense":
         return None
     if cfg.hadamard:

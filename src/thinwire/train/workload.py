@@ -31,7 +31,7 @@ from thinwire.train.axes import check_ranks
 from thinwire.train.config import Config
 from thinwire.train.gradients import deal
 from thinwire.train.model import Transformer
-from thinwire.train.outer import DENSE_CODECS, outer_options
+from thinwire.train.outer import OUTER_CODECS, outer_options
 from thinwire.train.systems import gradient_codec, weight_schedule
 from thinwire.train.tensor import tensor_link
 
@@ -68,7 +68,7 @@ def job_of(
     sizes = check_ranks(config, num_ranks)
     _check_covered(config, sizes)
     model, data, compute = config.model, config.data, config.compute
-    stages, params = _stages(config, sizes)
+    stages, params, first = _stages(config, sizes)
     parts = sizes["dp_replicate"] * sizes["dp_shard"]
     systems = config.systems
     apart = systems.outer.method != "none"
@@ -84,6 +84,7 @@ def job_of(
         seq_len=data.seq_len_tokens,
         micro_batches=data.micro_batches,
         params=params,
+        first_params=first,
         dtype=getattr(torch, compute.dtype),
         reduce_dtype=getattr(torch, compute.reduce_dtype),
         reshard=compute.reshard_after_forward != 0,
@@ -137,15 +138,15 @@ def _check_covered(config: Config, sizes: dict[str, int]) -> None:
         raise ConfigError("the cost model covers compute.reshard_after_forward -1 and 0")
 
 
-def _stages(config: Config, sizes: dict[str, int]) -> tuple[tuple[Stage, ...], int]:
-    """Return the stages, and the parameters of the whole model."""
-    num, total, made = sizes["pp"], 0, []
+def _stages(config: Config, sizes: dict[str, int]) -> tuple[tuple[Stage, ...], int, int]:
+    """Return the stages, and the parameters of the whole model and of its first stage."""
+    num, counts, made = sizes["pp"], [], []
     for index in range(num):
         with torch.device("meta"):
             module = Transformer(
                 config.model, config.data.seq_len_tokens, stage=index, num_stages=num
             )
-        total += sum(p.numel() for p in module.parameters())
+        counts.append(sum(p.numel() for p in module.parameters()))
         blocks = tuple(
             _layer(config, sizes, f"layers.{name}", block) for name, block in module.layers.items()
         )
@@ -153,7 +154,7 @@ def _stages(config: Config, sizes: dict[str, int]) -> tuple[tuple[Stage, ...], i
         shapes = tuple((n, tuple(p.shape)) for n, p in named)
         root = Layer("root", shapes, _head_flops(config, sizes) if module.is_last else 0.0)
         made.append(Stage(blocks, root))
-    return tuple(made), total
+    return tuple(made), sum(counts), counts[0]
 
 
 def _layer(config: Config, sizes: dict[str, int], name: str, block: nn.Module) -> Layer:
@@ -275,7 +276,7 @@ def _boundaries(config: Config, sizes: dict[str, int]) -> Boundaries:
 def _outer(config: Config, sizes: dict[str, int]) -> Outer:
     cfg = config.systems.outer
     if cfg.method == "diloco":
-        return Outer(sync_every=cfg.sync_every, codec=DENSE_CODECS[cfg.codec])
+        return Outer(sync_every=cfg.sync_every, codec=OUTER_CODECS[cfg.codec])
     with torch.device("meta"):
         whole = Transformer(config.model, config.data.seq_len_tokens)
     shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
