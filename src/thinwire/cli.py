@@ -31,6 +31,8 @@ usage: thinwire COMMAND ...
   lab --rate R A...  train recipes over links of a stated speed and compare step times
   bench codecs       speed of every codec against a copy of the same bytes
   probe [RECIPE]     measure links, codecs and a step's computation: links.json
+  plan [RECIPE] (--links FILE | --cluster FILE)
+                     predict step times, say what pays and why, write a configuration
   export DIR         write a run's newest checkpoint as one dense safetensors file
   recipes            list the recipes
   env                versions, devices and extras
@@ -249,6 +251,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "lab": _elsewhere("thinwire.lab.lab"),
     "bench": _elsewhere("thinwire.lab.bench"),
     "probe": _elsewhere("thinwire.lab.probe"),
+    "plan": _elsewhere("thinwire.train.plan_command"),
     "export": _elsewhere("thinwire.train.dense"),
     "recipes": _recipes,
     "env": _env,
