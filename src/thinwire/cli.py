@@ -33,6 +33,8 @@ usage: thinwire COMMAND ...
   probe [RECIPE]     measure links, codecs and a step's computation: links.json
   plan [RECIPE] (--links FILE | --cluster FILE)
                      predict step times, say what pays and why, write a configuration
+  simulate [RECIPE] --cluster FILE
+                     step time, scaling and hours from 2 to 10,000 ranks, and over link speeds
   export DIR         write a run's newest checkpoint as one dense safetensors file
   recipes            list the recipes
   env                versions, devices and extras
@@ -227,6 +229,13 @@ def _compare(args: list[str]) -> int:
     return compare(args, write_compare)
 
 
+def _simulate(args: list[str]) -> int:
+    from thinwire.report import write_simulation
+    from thinwire.train.simulate_command import main as simulate
+
+    return simulate(args, write_simulation)
+
+
 def _elsewhere(name: str) -> Callable[[list[str]], int]:
     """Return a command that hands its arguments to `name.main(args) -> status`."""
 
@@ -251,6 +260,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "lab": _elsewhere("thinwire.lab.lab"),
     "bench": _elsewhere("thinwire.lab.bench"),
     "probe": _elsewhere("thinwire.lab.probe"),
+    "simulate": _simulate,
     "plan": _elsewhere("thinwire.train.plan_command"),
     "export": _elsewhere("thinwire.train.dense"),
     "recipes": _recipes,
