@@ -19,14 +19,7 @@ from thinwire.train.model import Transformer
 from thinwire.train.outer import OuterSystem
 from thinwire.train.tensor import TensorTraffic
 
-__all__ = [
-    "System",
-    "attach_systems",
-    "full_precision",
-    "gradient_codec",
-    "layer_errors",
-    "weight_schedule",
-]
+__all__ = ["System", "attach_systems", "full_precision", "layer_errors"]
 
 
 class System(Protocol):
@@ -94,8 +87,8 @@ def _attach_fsdp(
     weights, gradients = config.systems.weights, config.systems.gradients
     schedule, reduce_codec = None, None
     if layout.sizes["dp_shard"] > 1:
-        schedule = weight_schedule(weights, config.steps)
-        reduce_codec = gradient_codec(gradients)
+        schedule = _schedule(weights, config.steps)
+        reduce_codec = _gradient_codec(gradients)
     elif _compresses(config):
         _nothing_to_gather(layout, ledger)
     return aquavit.attach(
@@ -111,7 +104,7 @@ def _attach_fsdp(
 
 def _simulate(config: Config, layout: Layout, model: Transformer) -> aquavit.SimulatedHandle:
     cfg = config.systems.weights
-    schedule = weight_schedule(cfg, config.steps)
+    schedule = _schedule(cfg, config.steps)
     if layout.mesh.size() > 1 or schedule is None or config.systems.gradients.codec != "dense":
         raise ConfigError(
             "systems.weights.virtual_ranks simulates compressed weights with dense gradients on "
@@ -126,10 +119,9 @@ def _compresses(config: Config) -> bool:
     return config.systems.weights.codec != "dense" or config.systems.gradients.codec != "dense"
 
 
-def weight_schedule(
+def _schedule(
     cfg: Weights, steps: int
 ) -> aquavit.Schedule | aquavit.Static | aquavit.Difference | None:
-    """Return how weight gathers travel over a run of `steps`; None: as they are."""
     if cfg.codec == "dense":
         return None
     if cfg.codec == "bf16":
@@ -149,8 +141,7 @@ def weight_schedule(
     return aquavit.Static(codec) if cfg.codec == "static" else aquavit.Difference(codec)
 
 
-def gradient_codec(cfg: Gradients) -> Codec | None:
-    """Return how the gradient reduce-scatter travels; None: as it is."""
+def _gradient_codec(cfg: Gradients) -> Codec | None:
     if cfg.codec == "dense":
         return None
     if cfg.hadamard:

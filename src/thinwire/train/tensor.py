@@ -22,7 +22,7 @@ from thinwire.errors import ConfigError
 from thinwire.train.config import Config, Tensor
 from thinwire.train.model import Transformer
 
-__all__ = ["TensorTraffic", "split_blocks", "tensor_codec", "tp_plan"]
+__all__ = ["TensorTraffic", "split_blocks", "tp_plan"]
 
 
 def tp_plan(layers: list[str], *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
@@ -101,8 +101,8 @@ def _simulate(config: Config, model: Transformer) -> None:
 
 def _link(config: Config, num_ranks: int) -> taco.Link:
     cfg = config.systems.tensor
-    forward = tensor_codec(cfg, cfg.fmt)
-    backward = None if cfg.backward_fmt == "same" else tensor_codec(cfg, cfg.backward_fmt)
+    forward = _codec(cfg, cfg.fmt)
+    backward = None if cfg.backward_fmt == "same" else _codec(cfg, cfg.backward_fmt)
     return taco.Link(
         codec=forward,
         backward_codec=backward if forward is not None else None,
@@ -148,8 +148,7 @@ def _check_unsplit(cfg: Tensor, num_ranks: int, ledger: Ledger) -> None:
     ledger.expect("tensor", num_ranks=1)
 
 
-def tensor_codec(cfg: Tensor, fmt: str) -> Codec | None:
-    """Return how activations of a number format travel; None: as they are."""
+def _codec(cfg: Tensor, fmt: str) -> Codec | None:
     if cfg.codec == "dense":
         return None
     if cfg.codec == "tensorwise":
