@@ -83,8 +83,10 @@ class AutoRun:
 
 def choose_systems(
     config: Config, layout: Layout, dense_step: Callable[[Config], Callable[[], Any]]
-) -> tuple[Config, AutoRun]:
+) -> tuple[Config, AutoRun | None]:
     """Return the configuration with the chosen systems, and the choice; collective.
+
+    A single rank sends nothing: it runs dense, without a probe or a choice.
 
     Args:
         config: with compress "auto".
@@ -99,6 +101,9 @@ def choose_systems(
     started = time.perf_counter()
     ranks = dist.get_world_size()
     dense, arms = arms_of(config, layout.sizes)
+    if ranks == 1:
+        say("one rank sends nothing: dense")
+        return dense, None
     base = workload(replace(dense, recipe="dense"), ranks, overlap=_overlaps(layout))
     weighed, left_out = _weigh(config, arms, layout)
     codecs = [codec for load in (base, *weighed.values()) for codec in load.codecs()]
@@ -200,9 +205,7 @@ def arms_of(config: Config, sizes: dict[str, int]) -> tuple[Config, dict[str, Co
 def _offered(config: Config, sizes: dict[str, int]) -> list[str]:
     """Return names of offered recipes that fit, joined by + where several links are compressed."""
     apart = config.systems.outer.method != "none"
-    axes = [
-        axis for axis in OFFERED if sizes[axis] > 1 and not (apart and axis == "dp_replicate")
-    ]
+    axes = [axis for axis in OFFERED if sizes[axis] > 1 and not (apart and axis == "dp_replicate")]
     choices = product(*(("", *OFFERED[axis]) for axis in axes))
     return [name for words in choices if (name := "+".join(word for word in words if word))]
 
