@@ -86,6 +86,7 @@ def _train(args: list[str]) -> int:
     from thinwire.train.parse import config_from_args, to_dict
     from thinwire.train.recipes import DEFAULT
     from thinwire.train.saved import (
+        as_chosen,
         check_same,
         newest_checkpoint,
         read_meta,
@@ -108,7 +109,9 @@ def _train(args: list[str]) -> int:
         refuse_to_mix(Path(config.out))
     else:
         found = newest_checkpoint(Path(where))
-        check_same(found, read_meta(found)["config"], config)
+        saved = read_meta(found)["config"]
+        config = as_chosen(config, saved)
+        check_same(found, saved, config)
     under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
     if under_torchrun and nproc is not None:
         raise ConfigError("--nproc starts local ranks itself: leave it out under torchrun")

@@ -1,6 +1,7 @@
 """Whether compression pays: probe the links, predict step times, choose."""
 
 from thinwire.plan.build import workload_of
+from thinwire.plan.choose import Choice, Measured, choose
 from thinwire.plan.cluster import Cluster, ClusterCosts, Device, Line, Sites
 from thinwire.plan.job import (
     Boundaries,
@@ -24,6 +25,7 @@ __all__ = [
     "COLLECTIVES",
     "Arm",
     "Boundaries",
+    "Choice",
     "Cluster",
     "ClusterCosts",
     "CodecSpeed",
@@ -35,6 +37,7 @@ __all__ = [
     "Layer",
     "Line",
     "Links",
+    "Measured",
     "MeasuredCosts",
     "Outer",
     "Point",
@@ -49,6 +52,7 @@ __all__ = [
     "WeightsPhase",
     "Work",
     "Workload",
+    "choose",
     "compare",
     "predict",
     "probe",

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire import plan
-from thinwire.aquavit import Schedule
-from thinwire.codecs import Blockwise, Codec, TopK
+from thinwire.codecs import Codec
 from thinwire.errors import ConfigError
 from thinwire.plan.probe_mesh import TIMEOUT_S
 from thinwire.train.config import Config
@@ -29,15 +28,13 @@ from thinwire.train.mesh import Layout, make_layout
 from thinwire.train.metrics import versions
 from thinwire.train.model import build
 from thinwire.train.optim import adamw
-from thinwire.train.outer import OUTER_CODECS, outer_options
 from thinwire.train.parse import from_dict
 from thinwire.train.passes import token_loss
 from thinwire.train.process import local_device
 from thinwire.train.recipes import RECIPES
-from thinwire.train.systems import gradient_codec, weight_schedule
-from thinwire.train.tensor import tensor_codec
+from thinwire.train.workload import workload
 
-__all__ = ["known_codecs", "link_codecs", "probe_job", "probe_recipe", "recipe_work", "user_step"]
+__all__ = ["known_codecs", "probe_job", "probe_recipe", "recipe_work", "user_step"]
 
 
 def probe_job(payload: dict[str, Any]) -> dict[str, Any]:
@@ -90,34 +87,23 @@ def probe_recipe(
     )
 
 
-def link_codecs(config: Config) -> list[Codec]:
-    """Return every codec that a run of this configuration would use, each once."""
-    systems = config.systems
-    codecs: list[Codec | None] = [gradient_codec(systems.gradients)]
-    schedule = weight_schedule(systems.weights, config.steps)
-    if isinstance(schedule, Schedule):
-        pad_to = schedule.pad_to
-        codecs += [
-            Blockwise(bits=level.bits, block_size=level.block_size, pad_to=pad_to)
-            for level in schedule.grid
-        ]
-    elif schedule is not None:
-        codecs.append(schedule.codec)
-    tensor = systems.tensor
-    backward = tensor.fmt if tensor.backward_fmt == "same" else tensor.backward_fmt
-    codecs += [tensor_codec(tensor, tensor.fmt), tensor_codec(tensor, backward)]
-    if systems.outer.method == "diloco":
-        codecs.append(OUTER_CODECS[systems.outer.codec])
-    elif systems.outer.method == "sparseloco":
-        codec = outer_options(systems.outer).codec((1,))
-        codecs.append(replace(codec, shape=None) if isinstance(codec, TopK) else codec)
-    return list(dict.fromkeys(codec for codec in codecs if codec is not None))
-
-
 def known_codecs(config: Config) -> list[Codec]:
-    """Return the codecs of a configuration and of all recipes, each once."""
-    every = [link_codecs(config), *(link_codecs(make()) for make in RECIPES.values())]
-    return list(dict.fromkeys(codec for codecs in every for codec in codecs))
+    """Return the codecs of a configuration on these ranks and of all recipes, each once.
+
+    Recipes are asked on as few ranks as they can run on; their codecs don't depend on the number.
+    """
+    codecs = _codecs(config, [dist.get_world_size()])
+    for make in RECIPES.values():
+        codecs += _codecs(make(), [2, 4])
+    return list(dict.fromkeys(codecs))
+
+
+def _codecs(config: Config, ranks: Sequence[int]) -> list[Codec]:
+    """Return a configuration's codecs on the first number of ranks that the cost model takes."""
+    for count in ranks:
+        with suppress(ConfigError):
+            return workload(config, count).codecs()
+    return []
 
 
 def recipe_work(config: Config, layout: Layout) -> plan.Work:
