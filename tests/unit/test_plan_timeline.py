@@ -140,3 +140,13 @@ def test_at_the_break_even_speed_both_arms_take_equally_long():
     (arm,) = compare(predict(dense, At()), [predict(coded, At())])
     rate = arm.break_even_bits_per_s
     assert predict(dense, At()).step_s == pytest.approx(predict(coded, At()).step_s, rel=1e-9)
+
+
+def test_an_idle_wire_saves_up_a_burst():
+    # Gathers of 2 s after 3 s of computation each: with a burst of 1.5 s, half a second is left.
+    made = job(num_blocks=1, prefetch=0, blocking=True, reshard=False, **FSDP)
+    plain = Flat(overrides={"weights": 2.0, "gradients": 0.0})
+    bursts = Flat(overrides={"weights": 2.0, "gradients": 0.0}, burst_s=1.5)
+    # Root and block are gathered in a row; only the first meets a wire that has rested.
+    assert step(made, plain).step_s == pytest.approx(3.0 + 4.0)
+    assert step(made, bursts).step_s == pytest.approx(3.0 + 4.0 - 1.5)

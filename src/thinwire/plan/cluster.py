@@ -247,6 +247,15 @@ class ClusterCosts:
                 f"{self.cluster.sites.count} sites: make it a multiple"
             )
 
+    @property
+    def burst_s(self) -> float:
+        """Return 0: described links have one speed; see `Costs`."""
+        return 0.0
+
+    def least_s(self, message: Message) -> float:
+        """Return the seconds of a message; see `Costs`."""
+        return self.seconds(message)
+
     def spread(self, axis: str) -> tuple[int, int]:
         """Return (ranks of a group on one node, nodes it spans)."""
         if axis not in self._places:
