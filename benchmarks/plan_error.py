@@ -6,7 +6,7 @@ without a limit calibrates: codec speeds, and each dense run's step less its mes
 computation. Everything measured at a limited rate is held out.
 
 Predictions are made twice: with the messages probed at the very rate ("probed"), and with messages
-at this rate interpolated, linearly in 1/rate, from the probes at the other rates ("interpolated"). Either way
+interpolated, linearly in 1/rate, from the probes at the other rates ("interpolated"). Either way
 the model knows the burst that the lab's token bucket lets pass after a pause (`burst_nbytes`).
 
     python benchmarks/plan_error.py run --minutes 25 --out /tmp/plan-error     # again to go on

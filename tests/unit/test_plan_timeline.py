@@ -81,6 +81,14 @@ def test_gradient_buckets_fly_beside_the_rest_of_backward():
     assert found.busy_s["gradients"] == pytest.approx(6.0)
 
 
+def test_tensor_parallel_sums_hold_up_the_computation():
+    costs = Flat(overrides={"tensor": 0.5})
+    found = step(job(mesh={"tp": 2}), costs)
+    # Two sums per block, each way.
+    assert found.step_s == pytest.approx(9.0 + 3 * 4 * 0.5)
+    assert found.exposed_s["tensor"] == pytest.approx(6.0)
+
+
 def test_masks_hide_under_the_next_step_unless_lag_is_0():
     sync = {"density": 0.01, "lag": 1}
     costs = Flat(overrides={"masks": 5.0, "gradients": 1.0})

@@ -260,8 +260,13 @@ class ClusterCosts:
         """Return (ranks of a group on one node, nodes it spans)."""
         if axis not in self._places:
             per_node = self.cluster.devices_per_node
+            per = min(per_node, self.mesh["dp_shard"])
             if axis == "world":
                 size, stride = math.prod(self.mesh.values()), 1
+            elif axis == "node":
+                size, stride = per, 1
+            elif axis == "nodes":
+                size, stride = self.mesh["dp_shard"] // per, per_node
             else:
                 size = self.mesh[axis]
                 stride = math.prod(self.mesh[a] for a in AXES[AXES.index(axis) + 1 :])
