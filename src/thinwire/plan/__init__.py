@@ -2,7 +2,8 @@
 
 from thinwire.plan.build import workload_of
 from thinwire.plan.choose import Choice, Measured, choose
-from thinwire.plan.cluster import Cluster, ClusterCosts, Device, Line, Sites
+from thinwire.plan.cluster import Cluster, Device, Line, Sites
+from thinwire.plan.described import ClusterCosts
 from thinwire.plan.job import (
     Boundaries,
     Job,
