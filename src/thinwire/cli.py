@@ -31,6 +31,10 @@ usage: thinwire COMMAND ...
   lab --rate R A...  train recipes over links of a stated speed and compare step times
   bench codecs       speed of every codec against a copy of the same bytes
   probe [RECIPE]     measure links, codecs and a step's computation: links.json
+  plan [RECIPE] (--links FILE | --cluster FILE)
+                     predict step times, say what pays and why, write a configuration
+  simulate [RECIPE] --cluster FILE
+                     step time, scaling and hours from 2 to 10,000 ranks, and over link speeds
   export DIR         write a run's newest checkpoint as one dense safetensors file
   recipes            list the recipes
   env                versions, devices and extras
@@ -228,6 +232,13 @@ def _compare(args: list[str]) -> int:
     return compare(args, write_compare)
 
 
+def _simulate(args: list[str]) -> int:
+    from thinwire.report import write_simulation
+    from thinwire.train.simulate_command import main as simulate
+
+    return simulate(args, write_simulation)
+
+
 def _elsewhere(name: str) -> Callable[[list[str]], int]:
     """Return a command that hands its arguments to `name.main(args) -> status`."""
 
@@ -252,6 +263,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "lab": _elsewhere("thinwire.lab.lab"),
     "bench": _elsewhere("thinwire.lab.bench"),
     "probe": _elsewhere("thinwire.lab.probe"),
+    "simulate": _simulate,
+    "plan": _elsewhere("thinwire.train.plan_command"),
     "export": _elsewhere("thinwire.train.dense"),
     "recipes": _recipes,
     "env": _env,

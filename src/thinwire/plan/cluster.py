@@ -26,6 +26,7 @@ reduce-scatter. Ring latency is a hop per rank; "log" takes log2 hops.
 
 import math
 import tomllib
+import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -99,6 +100,8 @@ class Sites:
         latency_s: of a message.
         relay: a store takes a message once for all receivers.
         overhead_s: of an exchange, whatever its size (agreement, upload of metadata).
+        speeds: how fast each site computes beside the described device; empty: all alike. Replicas
+            take equal numbers of steps, so all wait for the slowest.
     """
 
     count: int
@@ -107,12 +110,20 @@ class Sites:
     latency_s: float = 0.05
     relay: bool = False
     overhead_s: float = 0.0
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.count < 2:
             raise ConfigError(f"count must be at least 2, got {self.count}: leave [sites] out")
         _above_zero(self, ("up_gbit_per_s", "down_gbit_per_s"))
         _at_least_zero(self, ("latency_s", "overhead_s"))
+        if self.speeds and (len(self.speeds) != self.count or not min(self.speeds) > 0):
+            raise ConfigError(f"speeds must be {self.count} numbers above 0, got {self.speeds}")
+
+    @property
+    def slowest(self) -> float:
+        """Return the factor on the slowest site's computation, at least 1."""
+        return max(1.0, 1 / min(self.speeds)) if self.speeds else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -356,6 +367,10 @@ def _value(name: str, value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name} must be a section [{name}], got {value!r}")
         return _build(_SECTIONS[name], value, f"{name}.")
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list) or any(type(v) not in (int, float) for v in value):
+            raise ConfigError(f"{where}{name} must be a list of numbers, got {value!r}")
+        return tuple(float(v) for v in value)
     if hint is float and type(value) is int:
         value = float(value)
     if type(value) is not hint:

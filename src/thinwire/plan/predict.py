@@ -193,7 +193,10 @@ def _why(dense: Prediction, arm: Prediction, saved: float, extra: float, speedup
         return head + (
             "messages are so small that their latency counts, which compression leaves as it is"
         )
-    return head + f"it saves {_ms(won)} of a step of {_ms(dense.step_s)}"
+    return head + (
+        f"it saves {_ms(won)} of waiting for {_ms(extra)} more work, of a step of "
+        f"{_ms(dense.step_s)}"
+    )
 
 
 def _ms(seconds: float) -> str:
