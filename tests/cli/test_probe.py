@@ -94,6 +94,21 @@ def test_links_of_a_recipe(tmp_path):
 
 
 @pytest.mark.processes
+def test_links_under_torchrun(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = ["--nproc-per-node", "2", "-m", "thinwire", "probe", "dense-tp", "--seconds", "1"]
+    command = [*torchrun, *words, *SMALL, "--step", "none", "--out", "deep/links.json"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("numbers in deep/links.json") == 1
+    links = Links.read(tmp_path / "deep" / "links.json")
+    assert list(links.groups) == ["tp"]
+    assert links.compute is None
+
+
+@pytest.mark.processes
 def test_own_steps_that_fail_or_hang(tmp_path):
     (tmp_path / "steps.py").write_text(STEPS)
     expected = "thinwire: rank 1: step of steps:fails failed: ValueError: no data\n"
