@@ -12,10 +12,14 @@ class Flat:
     """1 s per 10^9 bytes handed in, 1 s per 10^12 flops; coding 1 s per 10^9 values."""
 
     latency_s: float = 0.0
+    burst_s: float = 0.0
     overrides: dict = field(default_factory=dict)
 
     def seconds(self, message):
         return self.overrides.get(message.link, self.latency_s + message.nbytes / 1e9)
+
+    def least_s(self, message):
+        return self.latency_s
 
     def wire(self, axis):
         return axis

@@ -81,6 +81,14 @@ def test_gradient_buckets_fly_beside_the_rest_of_backward():
     assert found.busy_s["gradients"] == pytest.approx(6.0)
 
 
+def test_tensor_parallel_sums_hold_up_the_computation():
+    costs = Flat(overrides={"tensor": 0.5})
+    found = step(job(mesh={"tp": 2}), costs)
+    # Two sums per block, each way.
+    assert found.step_s == pytest.approx(9.0 + 3 * 4 * 0.5)
+    assert found.exposed_s["tensor"] == pytest.approx(6.0)
+
+
 def test_masks_hide_under_the_next_step_unless_lag_is_0():
     sync = {"density": 0.01, "lag": 1}
     costs = Flat(overrides={"masks": 5.0, "gradients": 1.0})
@@ -140,3 +148,13 @@ def test_at_the_break_even_speed_both_arms_take_equally_long():
     (arm,) = compare(predict(dense, At()), [predict(coded, At())])
     rate = arm.break_even_bits_per_s
     assert predict(dense, At()).step_s == pytest.approx(predict(coded, At()).step_s, rel=1e-9)
+
+
+def test_an_idle_wire_saves_up_a_burst():
+    # Gathers of 2 s after 3 s of computation each: with a burst of 1.5 s, half a second is left.
+    made = job(num_blocks=1, prefetch=0, blocking=True, reshard=False, **FSDP)
+    plain = Flat(overrides={"weights": 2.0, "gradients": 0.0})
+    bursts = Flat(overrides={"weights": 2.0, "gradients": 0.0}, burst_s=1.5)
+    # Root and block are gathered in a row; only the first meets a wire that has rested.
+    assert step(made, plain).step_s == pytest.approx(3.0 + 4.0)
+    assert step(made, bursts).step_s == pytest.approx(3.0 + 4.0 - 1.5)

@@ -113,8 +113,8 @@ class _Builder:
         return len(self.ops) - 1
 
     def run(self, work: Compute | Coding, stage: int, after: Sequence[int] = ()) -> int:
-        """Append work on the compute stream."""
-        self.host[stage] = self.add(work, stage, after)
+        """Append work on the compute stream, after whatever holds up the host."""
+        self.host[stage] = self.add(work, stage, [*after, self.host[stage]])
         return self.host[stage]
 
     def through(self, works: Sequence[Coding | Message], stage: int, first: Sequence[int] = ()
@@ -231,13 +231,16 @@ class _Builder:
             # Weights change once a step: one encoding serves all gathers.
             works.encoded = True
             self.run(works.encode, stage)
-        return [self.add(works.gather, stage, [self.host[stage]])]
+        gather = works.near if way == "backward" and works.near is not None else works.gather
+        return [self.add(gather, stage, [self.host[stage]])]
 
     def decode(self, stage: int, place: int, way: str, sent: list[int]) -> list[int]:
         """Write the decoding of a gather where its layer computes; return what that waits for."""
         works = self.layers[stage].get(place)
         if works is None or works.decode is None or (way == "backward" and not self.job.reshard):
             return sent
+        if way == "backward" and works.near is not None:
+            return sent  # the second copy is not coded
         return [self.run(works.decode, stage, sent)]
 
     def _reduce(self, stage: int, place: int) -> None:
@@ -247,6 +250,7 @@ class _Builder:
             return
         self._decode_gradients(stage)
         for work in works.reduce:
+            self._decode_gradients(stage)
             if isinstance(work, Message):
                 sent = self.add(work, stage, [self.host[stage]])
                 self.grads[stage].append(sent)
@@ -456,6 +460,12 @@ class _LayerWorks:
         self.gather = Message(
             "weights", "dp_shard", "all_gather", wire, num, all_gather_sent(dense, num)
         )
+        # A second copy, 16 bits a weight, lies on the ranks of each node.
+        near = 2 * -(-layer.numel // job.node_size) if job.second_copy else 0
+        self.near = None
+        if near:
+            dense_sent = all_gather_sent(dense, num)
+            self.near = Message("weights", "node", "all_gather", near, job.node_size, dense_sent)
         self.encode = self._coding("encode", "weights", codec, coded, 1)
         self.decode = self._coding("decode", "weights", codec, coded, num)
         self.reduce = _reduce_works(job, segments, num)
@@ -480,6 +490,17 @@ def _reduce_works(job: Job, segments: Sequence[Segment], num: int) -> list[Codin
         return [Message("gradients", "dp_shard", "reduce_scatter", num * nbytes, num, dense)]
     wire = lay_out(segments, codec, job.reduce_dtype)[-1].bytes.stop
     values = num * sum(s.numel for s in coded)
+    if job.two_hops:
+        local = job.node_size
+        own = num * wire // local
+        return [
+            Coding("encode", "gradients", codec, values, num * len(coded)),
+            Message("gradients", "node", "all_to_all", num * wire, local, dense),
+            Coding("decode", "gradients", codec, values, len(coded)),
+            Coding("encode", "gradients", codec, values // local, num // local * len(coded)),
+            Message("gradients", "nodes", "all_to_all", own, num // local, 0),
+            Coding("decode", "gradients", codec, values // local, len(coded)),
+        ]
     return [
         Coding("encode", "gradients", codec, values, num * len(coded)),
         Message("gradients", "dp_shard", "all_to_all", num * wire, num, dense),

@@ -247,12 +247,26 @@ class ClusterCosts:
                 f"{self.cluster.sites.count} sites: make it a multiple"
             )
 
+    @property
+    def burst_s(self) -> float:
+        """Return 0: described links have one speed; see `Costs`."""
+        return 0.0
+
+    def least_s(self, message: Message) -> float:
+        """Return the seconds of a message; see `Costs`."""
+        return self.seconds(message)
+
     def spread(self, axis: str) -> tuple[int, int]:
         """Return (ranks of a group on one node, nodes it spans)."""
         if axis not in self._places:
             per_node = self.cluster.devices_per_node
+            per = min(per_node, self.mesh["dp_shard"])
             if axis == "world":
                 size, stride = math.prod(self.mesh.values()), 1
+            elif axis == "node":
+                size, stride = per, 1
+            elif axis == "nodes":
+                size, stride = self.mesh["dp_shard"] // per, per_node
             else:
                 size = self.mesh[axis]
                 stride = math.prod(self.mesh[a] for a in AXES[AXES.index(axis) + 1 :])

@@ -171,6 +171,10 @@ class Job:
         apart: replicas don't sync each step.
         scalar_bytes: of the all-reduce of loss and norm.
         prefetch: gathers in flight ahead of the layer that computes; 0 blocks, as on gloo.
+        node_size: ranks of a node, for the two published forms below; 0: neither is in use.
+        second_copy: the node's ranks hold a 16-bit copy together, from which backward gathers
+            (hpZ of ZeRO++).
+        two_hops: coded gradients are reduced inside the node, then across (qgZ of ZeRO++).
         blocking: reduce-scatters hold up the host, as on gloo.
         first_params: of the first stage before tensor parallelism; 0: as its shapes say.
         state_bytes: optimizer state per parameter.
@@ -202,6 +206,9 @@ class Job:
     outer: Outer | None = None
     scalar_bytes: int = 16
     prefetch: int = 1
+    node_size: int = 0
+    second_copy: bool = False
+    two_hops: bool = False
     blocking: bool = False
     first_params: int = 0
     state_bytes: float = 8.0
@@ -216,6 +223,13 @@ class Job:
         for name in ("tokens", "micro_batches", "params"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        nodes = self.mesh["dp_shard"]
+        if (self.second_copy or self.two_hops) and (
+            self.node_size < 2 or nodes % self.node_size or nodes == self.node_size
+        ):
+            raise ConfigError(
+                f"second_copy and two_hops need node_size to divide mesh.dp_shard {nodes}"
+            )
         if self.mesh["pp"] > 1 and self.boundaries is None:
             raise ConfigError("several stages need boundaries")
 

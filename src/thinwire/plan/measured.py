@@ -1,10 +1,10 @@
 """What operations cost by links.json: messages by interpolation, codecs by measured speeds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
-from thinwire.plan.links import Group, Links
+from thinwire.plan.links import Links
 from thinwire.plan.probe_mesh import SELECT
 from thinwire.plan.workload import Coding, Compute, Message, Workload
 
@@ -20,6 +20,9 @@ class MeasuredCosts:
         mesh: ranks per axis that the plan is for.
         step_s: seconds of a step's arithmetic; None: the probe's, scaled by parameters and tokens
             where those differ.
+        burst_s: seconds of its speed that an idle link saves up and lets pass at once: what a
+            shaped or a cloud provider's link may do, and messages of a probe one after the other
+            don't show; 0: nothing.
 
     Raises:
         ConfigError: the links are of another mesh, or hold no time of a step.
@@ -28,7 +31,7 @@ class MeasuredCosts:
     links: Links
     mesh: Mapping[str, int]
     step_s: float | None = None
-    _world: Group | None = field(default=None, init=False)
+    burst_s: float = 0.0
 
     def __post_init__(self) -> None:
         for axis, size in self.mesh.items():
@@ -44,6 +47,12 @@ class MeasuredCosts:
             )
         if self.step_s is not None and not self.step_s > 0:
             raise ConfigError(f"step_s must be above 0, got {self.step_s}")
+
+    def least_s(self, message: Message) -> float:
+        """Return the latency of the smallest message; see `Costs`."""
+        group = self.links.group(self.wire(message.axis))
+        speed = group.collectives.get(message.collective)
+        return speed.latency_s if speed is not None else 0.0
 
     def wire(self, axis: str) -> str:
         """Return the wire of an axis: each has its own; see `Costs`."""

@@ -6,7 +6,9 @@ Rules:
 2. A message between stages takes its sender's wire.
 3. A step ends when the compute streams have; what is still on a wire delays the next step, so that
    steps that carry something over are played three times and the last one counts.
-4. While a compute stream waits, the part of the gap in which the awaited message's wire was busy is
+4. A wire may save up while it is idle (a token bucket: `Costs.burst_s`, in seconds of its own
+   speed) and then lets that much pass at once.
+5. While a compute stream waits, the part of the gap in which the awaited message's wire was busy is
    exposed communication, of the links whose messages were on it; the rest is waiting for another
    stage ("bubble").
 """
@@ -56,6 +58,7 @@ class Timeline:
 @dataclass(slots=True)
 class _Stream:
     free: float = 0.0
+    saved: float = 0.0  # seconds of its speed that an idle wire has saved up
     flights: list[tuple[float, float, str]] = field(default_factory=list)  # (start, end, link)
 
 
@@ -75,7 +78,7 @@ def play(ops: Sequence[Op], costs: Costs, workload: Workload, *, slowdown: float
         slowdown: factor on all compute and coding, for the slowest rank.
     """
     durations = [_seconds(op, costs, workload, slowdown) for op in ops]
-    repeats = STEPS if any(op.carried for op in ops) else 1
+    repeats = STEPS if costs.burst_s or any(op.carried for op in ops) else 1
     streams: dict[tuple[str, int], _Stream] = defaultdict(_Stream)
     before: list[_Done] = []
     stages = sorted({op.stage for op in ops})
@@ -113,8 +116,14 @@ def _place(
     start = stream.free
     if latest is not None and latest.end > stream.free:
         start = latest.end
-        if not isinstance(work, Message):
+        if isinstance(work, Message):
+            stream.saved = min(costs.burst_s, stream.saved + start - stream.free)
+        else:
             _attribute(latest, stream.free, part)
+    if isinstance(work, Message) and stream.saved:
+        at_once = min(stream.saved, max(0.0, seconds - costs.least_s(work)))
+        stream.saved -= at_once
+        seconds -= at_once
     end = start + seconds
     stream.free = end
     if isinstance(work, Message):

@@ -187,7 +187,20 @@ class Workload:
 
 
 class Costs(Protocol):
-    """What operations cost on given hardware: a described cluster, or measured links."""
+    """What operations cost on given hardware: a described cluster, or measured links.
+
+    Attributes:
+        burst_s: seconds of its own speed that an idle wire saves up and lets pass at once.
+    """
+
+    @property
+    def burst_s(self) -> float:
+        """Return the most that a wire saves up (0 for most links)."""
+        ...
+
+    def least_s(self, message: Message) -> float:
+        """Return the seconds of a message that a burst carries whole."""
+        ...
 
     def seconds(self, message: Message) -> float:
         """Return the seconds of a message on an idle link."""
