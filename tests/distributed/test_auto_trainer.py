@@ -135,6 +135,7 @@ def test_the_run_tells_what_was_chosen_expected_and_measured(found):
     # Six steps less the three that compile; loopback is far faster than the made-up link.
     assert auto["measured"]["steps"] == 3
     assert auto["measured"]["off"]
+    assert auto["words"] in chose
     assert auto["measured"]["over_expected"] < 0.5
     assert auto["links"]["groups"]["dp_shard"]["collectives"]["all_gather"]["bytes_per_s"] == SLOW
     assert first["compress"] == "given"
@@ -162,6 +163,8 @@ def test_a_resumed_run_keeps_the_choice(found):
     run = found["resumed"][0]
     assert run["systems"] == systems("static-8bit")
     assert run["losses"] == found["static itself"][0]["losses"]
+    assert run["written"]["chosen"] == "static-8bit"
+    assert run["lines"] == []
 
 
 @pytest.mark.parametrize(

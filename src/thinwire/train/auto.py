@@ -74,6 +74,7 @@ class AutoRun:
     def to_dict(self) -> dict[str, Any]:
         """Return what run.json holds about it."""
         return self.choice.to_dict() | {
+            "words": self.choice.words(),
             "measured": self.measured.to_dict(),
             "left_out": self.left_out,
             "probe_s": self.probe_s,
