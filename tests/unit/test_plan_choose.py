@@ -33,7 +33,7 @@ ARM = workload_of(job(name="block4", weights=(WeightsPhase(1.0, CODEC),), **SHAR
 SAVED = 1 - 4.25 / 32
 
 
-def _links(bytes_per_s, *, codec_s=1e-9, axes=("dp_shard",)):
+def links_of(bytes_per_s, *, codec_s=1e-9, axes=("dp_shard",)):
     speed = Speed.ideal(1e-6, bytes_per_s)
     group = Group(ranks=(), size=2, collectives=dict.fromkeys(COLLECTIVES, speed))
     coding = CodecSpeed(
@@ -53,7 +53,7 @@ def _links(bytes_per_s, *, codec_s=1e-9, axes=("dp_shard",)):
 
 
 def test_a_slow_link_chooses_the_compressed_arm():
-    links = _links(1e6)
+    links = links_of(1e6)
     choice = choose(links, DENSE, [ARM])
     assert choice.name == "block4"
     # Four layers of a million fp32 weights, half of them in each shard, gathered for forward and
@@ -68,7 +68,7 @@ def test_a_slow_link_chooses_the_compressed_arm():
 
 
 def test_a_fast_link_chooses_dense_and_says_why():
-    choice = choose(_links(1e12), DENSE, [ARM])
+    choice = choose(links_of(1e12), DENSE, [ARM])
     assert choice.name == "dense"
     assert choice.speedup == 1.0
     assert choice.arms[0].prediction.name == "block4"
@@ -77,44 +77,44 @@ def test_a_fast_link_chooses_dense_and_says_why():
 
 
 def test_a_slow_codec_chooses_dense():
-    assert choose(_links(1e6), DENSE, [ARM]).name == "block4"
-    assert choose(_links(1e6, codec_s=1e-3), DENSE, [ARM]).name == "dense"
+    assert choose(links_of(1e6), DENSE, [ARM]).name == "block4"
+    assert choose(links_of(1e6, codec_s=1e-3), DENSE, [ARM]).name == "dense"
 
 
 def test_the_margin_is_what_an_arm_must_exceed():
-    gain = choose(_links(1e6), DENSE, [ARM]).speedup - 1
-    assert choose(_links(1e6), DENSE, [ARM], margin=0.99 * gain).name == "block4"
-    assert choose(_links(1e6), DENSE, [ARM], margin=1.01 * gain).name == "dense"
+    gain = choose(links_of(1e6), DENSE, [ARM]).speedup - 1
+    assert choose(links_of(1e6), DENSE, [ARM], margin=0.99 * gain).name == "block4"
+    assert choose(links_of(1e6), DENSE, [ARM], margin=1.01 * gain).name == "dense"
 
 
 def test_the_fastest_of_several_arms():
     slower = workload_of(
         job(name="half", weights=(WeightsPhase(0.5, CODEC), WeightsPhase(0.5)), **SHARDED)
     )
-    choice = choose(_links(1e6), DENSE, [slower, ARM])
+    choice = choose(links_of(1e6), DENSE, [slower, ARM])
     assert choice.name == "block4"
     assert [arm.prediction.name for arm in choice.arms] == ["block4", "half"]
 
 
 def test_no_arms_is_dense():
-    assert choose(_links(1e6), DENSE, []).words().endswith("; no arm fits")
+    assert choose(links_of(1e6), DENSE, []).words().endswith("; no arm fits")
 
 
 def test_the_steps_computation_can_be_given():
-    choice = choose(_links(1e12), DENSE, [ARM], step_s=2.0)
+    choice = choose(links_of(1e12), DENSE, [ARM], step_s=2.0)
     assert choice.dense.compute_s == pytest.approx(2.0)
 
 
 def test_all_ranks_take_rank_0s_choice():
     """Rank 1's own links would choose dense."""
-    found = run_ranks(2, lambda rank: choose(_links([1e6, 1e12][rank]), DENSE, [ARM]))
+    found = run_ranks(2, lambda rank: choose(links_of([1e6, 1e12][rank]), DENSE, [ARM]))
     assert [choice.name for choice in found] == ["block4", "block4"]
     assert found[0].to_dict() == found[1].to_dict()
 
 
 def test_what_cannot_be_weighed_is_refused_on_all_ranks():
     def work(rank):
-        links = replace(_links(1e6), codecs={}) if rank == 0 else _links(1e6)
+        links = replace(links_of(1e6), codecs={}) if rank == 0 else links_of(1e6)
         with pytest.raises(ConfigError, match="the links hold no speed of Blockwise"):
             choose(links, DENSE, [ARM])
 
@@ -131,16 +131,16 @@ def test_what_cannot_be_weighed_is_refused_on_all_ranks():
 )
 def test_bad_arguments(arms, kwargs, message):
     with pytest.raises(ConfigError, match=message):
-        choose(_links(1e6), DENSE, arms, **kwargs)
+        choose(links_of(1e6), DENSE, arms, **kwargs)
 
 
 def test_links_of_another_mesh():
     with pytest.raises(ConfigError, match=r"probed with mesh.dp_shard 1, the plan has 2"):
-        choose(_links(1e6, axes=("tp",)), DENSE, [ARM])
+        choose(links_of(1e6, axes=("tp",)), DENSE, [ARM])
 
 
 def _choice(phases, step_s=1.0):
-    prediction = replace(choose(_links(1e12), DENSE, []).dense, phases=phases, step_s=step_s)
+    prediction = replace(choose(links_of(1e12), DENSE, []).dense, phases=phases, step_s=step_s)
     return Choice(chosen=prediction, dense=prediction, arms=(), margin=0.0)
 
 
@@ -155,10 +155,10 @@ def test_expected_seconds_follow_the_phases():
 
 def test_rounds_are_phases_that_recur():
     apart = {"mesh": {"dp_replicate": 2}, "outer": Outer(sync_every=10)}
-    links = _links(1e9, axes=("dp_replicate",))
+    links = links_of(1e9, axes=("dp_replicate",))
     rounds = workload_of(job(name="rounds", **apart))
     assert choose(links, rounds, []).recurs
-    assert not choose(_links(1e9), DENSE, [ARM]).recurs
+    assert not choose(links_of(1e9), DENSE, [ARM]).recurs
 
 
 def _lines(measured, seconds):
