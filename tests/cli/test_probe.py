@@ -5,11 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from thinwire import cli
 from thinwire.plan import COLLECTIVES, Links
+from thinwire.train.config import Model
+from thinwire.train.recipes import recipe
+from thinwire.train.workload import workload
 
 MISTAKES = {
     "aquavti": "arm 'aquavti': unknown recipe 'aquavti': did you mean 'aquavit'?",
@@ -82,9 +86,26 @@ def test_links_of_a_recipe(tmp_path):
     assert any("Hadamard(" in name for name in links.codecs)
     compute = links.compute
     assert (compute.recipe, compute.tokens) == ("dense-pp", 16 * 16)
+    config = replace(recipe("dense-pp"), model=Model(dim=32, num_layers=2))
+    assert compute.params == workload(config, 2).rank_params
     parts = compute.forward_s + compute.backward_s + compute.optimizer_s
     assert 0 < parts <= 2 * compute.step_s
     assert set(links.about) == {"versions", "machine"}
+
+
+@pytest.mark.processes
+def test_links_under_torchrun(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = ["--nproc-per-node", "2", "-m", "thinwire", "probe", "dense-tp", "--seconds", "1"]
+    command = [*torchrun, *words, *SMALL, "--step", "none", "--out", "deep/links.json"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("numbers in deep/links.json") == 1
+    links = Links.read(tmp_path / "deep" / "links.json")
+    assert list(links.groups) == ["tp"]
+    assert links.compute is None
 
 
 @pytest.mark.processes

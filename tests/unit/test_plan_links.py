@@ -47,6 +47,12 @@ def test_round_trip(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["links.json"]
 
 
+def test_plain_values_round_trip():
+    values = _links().to_dict()
+    assert values["groups"]["dp_shard"]["ranks"] == [[0, 1], [2, 3]]
+    assert Links.from_dict(values) == _links()
+
+
 def test_seconds_between_and_beyond_points():
     speed = _links().group("dp_shard").collectives["all_gather"]
     assert speed.latency_s == 0.001

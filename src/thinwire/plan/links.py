@@ -273,7 +273,7 @@ class Links:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the file holds, as plain JSON values."""
-        return {
+        values = {
             "version": VERSION,
             "about": dict(self.about),
             "world_size": self.world_size,
@@ -282,6 +282,7 @@ class Links:
             "codecs": {name: asdict(speed) for name, speed in self.codecs.items()},
             "compute": None if self.compute is None else asdict(self.compute),
         }
+        return json.loads(json.dumps(values))  # tuples as lists
 
     @classmethod
     def from_dict(cls, values: Any) -> "Links":

@@ -33,7 +33,7 @@ from thinwire.train.probing import probe_recipe, recipe_work
 from thinwire.train.recipes import recipe
 from thinwire.train.workload import workload
 
-__all__ = ["AutoRun", "arms_of", "choose_systems", "settled"]
+__all__ = ["AutoRun", "arms_of", "calibrated_s", "choose_systems", "settled"]
 
 # Recipes that leave the model as it is, by the axis whose link they compress.
 OFFERED = {
@@ -74,6 +74,7 @@ class AutoRun:
     def to_dict(self) -> dict[str, Any]:
         """Return what run.json holds about it."""
         return self.choice.to_dict() | {
+            "words": self.choice.words(),
             "measured": self.measured.to_dict(),
             "left_out": self.left_out,
             "probe_s": self.probe_s,
@@ -115,7 +116,7 @@ def choose_systems(
         max_nbytes=MAX_NBYTES,
     )
     left_s = (1 - PROBE_SHARE) * config.auto.seconds
-    step_s = _calibrated_s(links, base, lambda: dense_step(dense), left_s)
+    step_s = calibrated_s(links, base, lambda: dense_step(dense), left_s)
     choice = plan.choose(
         links,
         base,
@@ -136,7 +137,7 @@ def choose_systems(
     return settled(config, chosen.systems), run
 
 
-def _calibrated_s(
+def calibrated_s(
     links: plan.Links,
     dense: plan.Workload,
     build: Callable[[], Callable[[], Any]],

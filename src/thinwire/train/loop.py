@@ -100,6 +100,7 @@ class Trainer:
         passes: forward and backward.
         watchdog: stops a lost run.
         auto: what was chosen where config.compress was "auto"; `config` holds the outcome.
+        earlier: what a resumed run chose when it began, and measured until its checkpoint.
         step: finished steps.
     """
 
@@ -115,6 +116,7 @@ class Trainer:
     passes: Pass
     watchdog: Watchdog
     auto: AutoRun | None = None
+    earlier: dict[str, Any] | None = None
     step: int = 0
     wall_s: float = 0.0
     last: dict[str, Any] = field(default_factory=dict)
@@ -182,7 +184,7 @@ class Trainer:
         """
         meta = self.checkpointer.load(newest_checkpoint(path))
         self.step, self.batches.position = meta["step"], meta["position"]
-        self.wall_s = meta["wall_s"]
+        self.wall_s, self.earlier = meta["wall_s"], meta.get("auto")
         # Another number of ranks has no ledger of its own to continue: ranks beyond take turns.
         saved = meta["ledgers"]
         self.ledger.load_totals(saved[dist.get_rank() % len(saved)])
@@ -360,6 +362,7 @@ class Trainer:
             "ledgers": _of_every_rank(self.ledger.to_dict()),
             "streak": [self.watchdog.streak, None if math.isnan(streak_loss) else streak_loss],
             "mesh": self.layout.sizes,
+            "auto": self._choice(),
         }
         self.checkpointer.save(self.step, meta)
 
@@ -389,7 +392,11 @@ class Trainer:
             ),
             "memory": self._memory(),
             "layer_errors": errors,
-        } | ({} if self.auto is None else {"auto": self.auto.to_dict()})
+        } | ({} if (choice := self._choice()) is None else {"auto": choice})
+
+    def _choice(self) -> dict[str, Any] | None:
+        """Return what compress "auto" chose, in this part of the run or before it was resumed."""
+        return self.earlier if self.auto is None else self.auto.to_dict()
 
     def _result(self, step_s: list[float]) -> dict[str, Any]:
         return {

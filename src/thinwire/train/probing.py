@@ -123,9 +123,19 @@ def recipe_work(config: Config, layout: Layout) -> plan.Work:
         name=config.recipe or "this configuration",
         step=step,
         tokens=rows * data.seq_len_tokens,
-        params=sum(p.numel() for p in model.parameters()),
+        params=_rank_params(config, model, sizes["tp"]),
         divide_by=sizes["tp"],
     )
+
+
+def _rank_params(config: Config, model: nn.Module, tp: int) -> int:
+    """Return the parameters that a rank of the busiest stage computes with, as the plan counts."""
+    try:
+        return workload(config, dist.get_world_size()).rank_params
+    except (
+        ConfigError
+    ):  # a run that the cost model doesn't cover has a step to be timed all the same
+        return sum(p.numel() for p in model.parameters()) // tp
 
 
 class _Step:
