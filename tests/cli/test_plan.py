@@ -102,6 +102,24 @@ def test_break_even_lies_between_a_link_that_pays_and_one_that_does_not(tmp_path
     assert arm(rate * 1.5).speedup < 1 < arm(rate / 1.5).speedup
 
 
+def test_break_even_with_overlap_is_where_both_take_equally_long(tmp_path):
+    from thinwire.train.plan_command import make_advice
+
+    def arm(rate):
+        path = tmp_path / f"{rate}.toml"
+        path.write_text(CLUSTER.format(rate=rate).replace("prefetch = 0", "prefetch = 1"))
+        return make_advice(recipe("dense-fsdp"), None, path, arms=["static-6bit"]).arms[0]
+
+    overlapped = arm(1.0)
+    rate = overlapped.break_even_bits_per_s / 1e9
+    assert arm(rate).speedup == pytest.approx(1.0, abs=0.01)
+    # Messages that fly beside the computation cost less, so compression pays on slower links only.
+    path = tmp_path / "serial.toml"
+    path.write_text(CLUSTER.format(rate=1.0))
+    serial = make_advice(recipe("dense-fsdp"), None, path, arms=["static-6bit"]).arms[0]
+    assert rate < serial.break_even_bits_per_s / 1e9
+
+
 def test_measured_links_serve_the_plan(tmp_path, capsys):
     path = links(tmp_path / "links.json")
     assert cli.main(["plan", "aquavit", "--links", str(path)]) == 0

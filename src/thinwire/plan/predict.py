@@ -8,7 +8,7 @@ costs its coding, so with nothing overlapped it pays on links slower than
 the extra seconds being encoding, decoding and the arm's own passes over its state.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,7 +16,15 @@ from thinwire.errors import ConfigError
 from thinwire.plan.timeline import Timeline, play
 from thinwire.plan.workload import Costs, Workload
 
-__all__ = ["PAYS", "Arm", "Prediction", "break_even_bits_per_s", "compare", "predict"]
+__all__ = [
+    "PAYS",
+    "Arm",
+    "Prediction",
+    "break_even_bits_per_s",
+    "compare",
+    "crossing",
+    "predict",
+]
 
 # Speed-up over dense from which an arm is said to pay.
 PAYS = 1.05
@@ -120,6 +128,31 @@ def break_even_bits_per_s(saved_bytes: float, extra_s: float) -> float | None:
     return 8 * saved_bytes / extra_s if extra_s > 0 else float("inf")
 
 
+def crossing(
+    speedup: Callable[[float], float], low: float, high: float, steps: int = 12
+) -> float | None:
+    """Return the link speed at which a speed-up falls to 1, messages overlapped as they are.
+
+    Args:
+        speedup: of an arm at a link speed; falls as links get faster.
+        low: slowest link asked about, above 0.
+        high: fastest.
+        steps: halvings of the range, in logarithms.
+
+    Returns:
+        The speed; None where the arm is no faster even at `low`, infinity where it still is at
+        `high`.
+    """
+    if speedup(low) <= 1:
+        return None
+    if speedup(high) > 1:
+        return float("inf")
+    for _ in range(steps):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if speedup(middle) > 1 else (low, middle)
+    return (low * high) ** 0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     """An arm beside the dense run.
@@ -127,7 +160,8 @@ class Arm:
     Attributes:
         prediction: of the arm.
         speedup: dense step over this one.
-        break_even_bits_per_s: see `break_even_bits_per_s`.
+        break_even_bits_per_s: see `break_even_bits_per_s`; on a described cluster whose messages
+            overlap, the speed of its slowest link at which both take equally long (`crossing`).
         pays: faster than dense by more than 5 %.
         words: why, for people.
     """

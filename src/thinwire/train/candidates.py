@@ -43,7 +43,7 @@ def dense_twin(config: Config) -> Config:
     if config.systems.replicas.optimizer in ("adams", "scape"):
         kept = replace(kept, optimizer="adams")
     systems = Systems(storage=config.systems.storage, replicas=kept)
-    return replace(config, recipe="dense", systems=systems)
+    return replace(config, recipe="dense", compress="given", systems=systems)
 
 
 def candidates(config: Config, sizes: Mapping[str, int]) -> dict[str, Config]:

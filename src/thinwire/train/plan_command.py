@@ -10,7 +10,8 @@ from pathlib import Path
 from thinwire.errors import ConfigError, RunError
 from thinwire.plan import Cluster, ClusterCosts, Costs, Links, MeasuredCosts, Prediction, predict
 from thinwire.plan.advice import Advice, advise
-from thinwire.plan.predict import Arm
+from thinwire.plan.predict import Arm, crossing
+from thinwire.plan.workload import Workload
 from thinwire.train.arguments import Arguments
 from thinwire.train.axes import check_ranks
 from thinwire.train.candidates import LINK_OF, candidates, dense_twin, joined, to_toml
@@ -21,6 +22,8 @@ from thinwire.train.workload import workload
 
 __all__ = ["main", "make_advice"]
 
+# Link speeds, Gbit/s, between which a break-even is looked for where messages overlap.
+SPEEDS = (1e-3, 1e5)
 DESCRIPTION = """\
 Predict the step time of the dense run and of the arms that fit a mesh, say which pay and why
 others don't, and recommend one configuration. RECIPE gives model, batch and mesh; what it
@@ -102,15 +105,30 @@ class _Planner:
     ) -> None:
         self.config, self.sizes, self.num_ranks, self.costs = config, sizes, num_ranks, costs
         self.cluster = cluster
+        # Devices of a cluster overlap; links.json is of gloo on CPU, which doesn't.
+        self.prefetch = cluster.prefetch if cluster is not None else 0
+        self.made: dict[str, Workload] = {}
 
     def predict(self, config: Config) -> Prediction:
-        """Return a configuration's prediction; devices of a cluster overlap, links.json says gloo
-        on CPU, which doesn't.
-        """  # noqa: D205
-        overlap = self.cluster is not None and self.cluster.prefetch > 0
-        prefetch = self.cluster.prefetch if self.cluster is not None else 0
-        made = workload(config, self.num_ranks, overlap=overlap, prefetch=prefetch)
+        """Return a configuration's prediction."""
+        overlap = self.prefetch > 0
+        made = workload(config, self.num_ranks, overlap=overlap, prefetch=self.prefetch)
+        self.made[made.name] = made
         return predict(made, self.costs)
+
+    def _with_crossing(self, arm: Arm) -> Arm:
+        """Return the arm with the break-even speed that overlapped messages give."""
+        cluster = self.cluster
+        if cluster is None or not self.prefetch:
+            return arm
+
+        def speedup(gbit_per_s: float) -> float:
+            costs = ClusterCosts(cluster.with_speed(gbit_per_s), self.sizes)
+            dense, other = (predict(self.made[n], costs) for n in ("dense", arm.prediction.name))
+            return dense.step_s / other.step_s
+
+        found = crossing(speedup, *SPEEDS)
+        return replace(arm, break_even_bits_per_s=None if found is None else 1e9 * found)
 
     def advice(self, names: Sequence[str]) -> Advice:
         """Return what to use among the named arms, or all that fit."""
@@ -126,7 +144,8 @@ class _Planner:
         chosen = {name: fitting[name] for name in names} if names else fitting
         dense = self.predict(dense_twin(self.config))
         arms = {name: (LINK_OF[name], self.predict(config)) for name, config in chosen.items()}
-        return advise(dense, arms, self._together)
+        advice = advise(dense, arms, self._together)
+        return replace(advice, arms=tuple(map(self._with_crossing, advice.arms)))
 
     def _together(self, names: Sequence[str]) -> Prediction | None:
         with suppress(ConfigError):
@@ -188,8 +207,8 @@ def _text(advice: Advice) -> str:
 
 LEGEND = """\
 seconds of a step, averaged over the run: compute, coding, and waiting for each link's messages;
-sent: bytes per rank and step; pays below: link speed at which the arm costs what it saves, with
-nothing overlapped."""
+sent: bytes per rank and step; pays below: speed of the slowest link at which the arm costs what it
+saves (with links.json: if nothing were overlapped)."""
 
 
 def _row(found: Prediction, arm: Arm | None, links: Sequence[str]) -> str:
