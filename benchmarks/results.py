@@ -112,7 +112,51 @@ def break_even_table(result: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+def claims_table(result: dict[str, Any]) -> str:
+    rows = []
+    for c in result["claims"]:
+        unit = c["unit"] if c["unit"] == "x" else f" {c['unit']}"
+        claim = f"{c['claimed']:.2f}{unit}" if c["claimed"] else ""
+        error = f"{100 * c['error']:+.0f} %" if c["error"] is not None else ""
+        said = "; ".join(part for part in (c["assumption"], c["reach"]) if part)
+        rows.append([c["paper"], c["arm"], f"{c['predicted']:.2f}{unit}", claim, error, said])
+    head = ["paper", "arm", "prediction", "claim", "error", "what matters most"]
+    return table(head, rows)
+
+
+def plan_error_table(result: dict[str, Any]) -> str:
+    rows = []
+    for kind in ("probed", "interpolated"):
+        if kind not in result:
+            continue
+        found = result[kind]["summary"]
+        rows.append(
+            [kind, str(found["combinations"]), f"{100 * found['median_error']:.1f} %",
+             f"{100 * found['p90_error']:.1f} %", f"{100 * found['worst_error']:.1f} %",
+             f"{100 * found['right_verdicts']:.1f} % of {found['verdicts']}"]
+        )  # fmt: skip
+    head = ["messages", "combinations", "median error", "90 % below", "worst", "right verdicts"]
+    return table(head, rows) + "\n\n" + plan_error_rows(result["probed"]["rows"])
+
+
+def plan_error_rows(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        [str(r["ranks"]), r["rate"], r["size"], f"`{r['arm'].split(':')[0]}`",
+         f"{r['measured_s']:.4f}", f"{r['predicted_s']:.4f}", f"{100 * r['error']:+.1f} %",
+         f"{r['speedup']:.2f}×" if "speedup" in r else "",
+         f"{r['predicted_speedup']:.2f}×" if "speedup" in r else ""]
+        for r in rows
+    ]  # fmt: skip
+    head = ["ranks", "rate", "model", "arm", "measured, s", "predicted, s", "error",
+            "speed-up", "predicted"]  # fmt: skip
+    return table(head, lines)
+
+
 def kind_table(result: dict[str, Any]) -> str:
+    if "claims" in result:
+        return claims_table(result)
+    if "probed" in result:
+        return plan_error_table(result)
     if isinstance(result.get("arms"), dict):
         return break_even_table(result)
     if "rows" in result:
@@ -128,9 +172,10 @@ def page(kept: dict[str, Any]) -> str:
     versions = kept["result"].get("versions", {})
     versions = versions[0] if isinstance(versions, list) else versions
     named = ", ".join(f"{k} {v}" for k, v in versions.items() if k != "platform")
+    made = "Predicted" if "claims" in kept["result"] else "Measured"
     return (
         f"# {kept['title']}\n\n{kept['notes']}\n\n{kind_table(kept['result'])}\n\n"
-        f"Measured with `{kept['command']}` at commit {kept['commit']}; {kept['machine']}; "
+        f"{made} with `{kept['command']}` at commit {kept['commit']}; {kept['machine']}; "
         f"{named}.\n"
     )
 

@@ -28,8 +28,8 @@ autodoc_default_options = {"members": True, "show-inheritance": False}
 
 # What users import: every name in these modules' `__all__` must stand in the API pages.
 PUBLIC = (
-    "aquavit", "codecs", "comm", "eco", "errors", "pipeline", "replicas", "scape", "schedules",
-    "sparseloco", "taco",
+    "aquavit", "codecs", "comm", "eco", "errors", "pipeline", "plan", "replicas", "scape",
+    "schedules", "sparseloco", "taco",
 )  # fmt: skip
 
 

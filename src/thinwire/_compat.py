@@ -4,8 +4,9 @@
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "fsdp_param_data",
     "fsdp_params",
     "group_from_name",
+    "group_timeout",
     "is_resharded_to_subgroup",
     "is_sharded",
     "keep_version",
@@ -161,3 +163,24 @@ def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
 def map_tensors(cls: type, fn: Callable[[Any], Any], tree: Any) -> Any:
     """Return nested arguments with `fn` applied to the values of type `cls`."""
     return _pytree.tree_map_only(cls, fn, tree)
+
+
+@contextmanager
+def group_timeout(groups: Sequence[dist.ProcessGroup], seconds: float) -> Iterator[None]:
+    """Let collectives of gloo and NCCL groups fail after `seconds` inside the block."""
+    before = []
+    for group in groups:
+        backends = {group._get_backend(device) for device in group._device_types}
+        known = [b for b in backends if hasattr(b, "_set_default_timeout") and _has_timeout(b)]
+        before += [(backend, backend.options._timeout) for backend in known]
+    try:
+        for backend, _ in before:
+            backend._set_default_timeout(timedelta(seconds=seconds))
+        yield
+    finally:
+        for backend, timeout in before:
+            backend._set_default_timeout(timeout)
+
+
+def _has_timeout(backend: Any) -> bool:
+    return isinstance(getattr(getattr(backend, "options", None), "_timeout", None), timedelta)

@@ -1,4 +1,4 @@
-"""The command line: `thinwire train | compare | lab | bench | report | export | recipes | env`.
+"""The command line: `thinwire COMMAND ...`, see `USAGE`.
 
 Errors a user can cause are one line on standard error, exit status 2. torch is imported by the
 commands that need it only.
@@ -30,6 +30,11 @@ usage: thinwire COMMAND ...
   compare R1 R2 ...  run recipes over several seeds and compare
   lab --rate R A...  train recipes over links of a stated speed and compare step times
   bench codecs       speed of every codec against a copy of the same bytes
+  probe [RECIPE]     measure links, codecs and a step's computation: links.json
+  plan [RECIPE] (--links FILE | --cluster FILE)
+                     predict step times, say what pays and why, write a configuration
+  simulate [RECIPE] --cluster FILE
+                     step time, scaling and hours from 2 to 10,000 ranks, and over link speeds
   export DIR         write a run's newest checkpoint as one dense safetensors file
   recipes            list the recipes
   env                versions, devices and extras
@@ -81,6 +86,7 @@ def _train(args: list[str]) -> int:
     from thinwire.train.parse import config_from_args, to_dict
     from thinwire.train.recipes import DEFAULT
     from thinwire.train.saved import (
+        as_chosen,
         check_same,
         newest_checkpoint,
         read_meta,
@@ -103,7 +109,9 @@ def _train(args: list[str]) -> int:
         refuse_to_mix(Path(config.out))
     else:
         found = newest_checkpoint(Path(where))
-        check_same(found, read_meta(found)["config"], config)
+        saved = read_meta(found)["config"]
+        config = as_chosen(config, saved)
+        check_same(found, saved, config)
     under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
     if under_torchrun and nproc is not None:
         raise ConfigError("--nproc starts local ranks itself: leave it out under torchrun")
@@ -224,6 +232,13 @@ def _compare(args: list[str]) -> int:
     return compare(args, write_compare)
 
 
+def _simulate(args: list[str]) -> int:
+    from thinwire.report import write_simulation
+    from thinwire.train.simulate_command import main as simulate
+
+    return simulate(args, write_simulation)
+
+
 def _elsewhere(name: str) -> Callable[[list[str]], int]:
     """Return a command that hands its arguments to `name.main(args) -> status`."""
 
@@ -247,6 +262,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "compare": _compare,
     "lab": _elsewhere("thinwire.lab.lab"),
     "bench": _elsewhere("thinwire.lab.bench"),
+    "probe": _elsewhere("thinwire.lab.probe"),
+    "simulate": _simulate,
+    "plan": _elsewhere("thinwire.train.plan_command"),
     "export": _elsewhere("thinwire.train.dense"),
     "recipes": _recipes,
     "env": _env,

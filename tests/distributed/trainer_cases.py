@@ -188,3 +188,26 @@ def poisoned_replica(payload):
     hashes = [None] * dist.get_world_size()
     dist.all_gather_object(hashes, trainer.systems["outer"].loop.partition.fingerprint().hex())
     return {"finite": finite, "hashes": hashes}
+
+
+def booked(payload):
+    """Return, per configuration and step, {link: [dense bytes, wire bytes]} of this rank."""
+    found = []
+    for values in payload["configs"]:
+        trainer = Trainer.build(from_dict(values), torch.device("cpu"))
+        steps, before = [], trainer.ledger.to_dict()
+        for _ in range(trainer.config.steps):
+            trainer.train_step()
+            now = trainer.ledger.to_dict()
+            steps.append(
+                {
+                    link: [
+                        now[link][kind] - before.get(link, {}).get(kind, 0)
+                        for kind in ("dense_bytes", "wire_bytes")
+                    ]
+                    for link in now
+                }
+            )
+            before = now
+        found.append(steps)
+    return found

@@ -174,3 +174,24 @@ def test_fsdp_takes_a_message_of_any_length_from_the_one_parameter_hook():
         return layer[0].weight.shape == want.shape
 
     assert run_ranks(2, check) == [True, True]
+
+
+def test_group_timeout():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = _compat.default_group()
+        options = group._get_backend(torch.device("cpu")).options
+        before = options._timeout
+        with _compat.group_timeout([group], 7.0):
+            assert options._timeout.total_seconds() == 7.0
+        assert options._timeout == before
+    finally:
+        dist.destroy_process_group()
+
+
+def test_group_timeout_lets_threaded_groups_be():
+    def check(rank):
+        with _compat.group_timeout([_compat.default_group()], 7.0):
+            dist.barrier()
+
+    on_two_ranks(check)

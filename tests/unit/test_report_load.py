@@ -77,3 +77,15 @@ def test_directories_that_are_no_run(tmp_path):
 def test_non_finite_layer_errors_are_dropped(tmp_path):
     record = json.loads(json.dumps(run_record(layer_errors={"a": 0.5, "b": float("nan")})))
     assert load_run(make_run(tmp_path, record=record)).layer_errors == {"a": 0.5}
+
+
+def test_what_auto_chose_is_told(tmp_path):
+    auto = {"chosen": "aquavit", "words": "chose aquavit: expected 0.5 s a step"}
+    record = run_record(auto=auto | {"measured": {"over_expected": 1.254}})
+    assert load_run(make_run(tmp_path, record=record)).notes == [
+        "compress auto chose aquavit: expected 0.5 s a step; steps took 1.25 times what was "
+        "expected."
+    ]
+    record = run_record(auto=auto | {"measured": {"over_expected": None}})
+    notes = load_run(make_run(tmp_path, "b", record=record)).notes
+    assert notes == ["compress auto chose aquavit: expected 0.5 s a step."]

@@ -104,15 +104,8 @@ class Handle:
             pair = self._level_for(self.step, module_name) or pair
             self._hold_monotone(module_name, Level(*pair).bpw)
         if pair not in self._codecs:
-            pad_to = max(self.schedule.pad_to, pair[1])
-            self._codecs[pair] = Blockwise(
-                bits=pair[0],
-                block_size=pair[1],
-                layout=self._layout,
-                meta=self._meta,
-                pad_to=pad_to,
-                rounding=self._rounding,
-            )
+            codec = self.schedule.codec(Level(*pair), self._layout, self._meta)
+            self._codecs[pair] = replace(codec, rounding=self._rounding)
         return self._codecs[pair]
 
     def keyed(self, codec: Codec, name: str, offset: int) -> Codec:

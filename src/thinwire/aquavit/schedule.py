@@ -127,6 +127,16 @@ class Schedule:
         """Return the level of a run that reached `step` from 0."""
         return self.grid[self.index(step)]
 
+    def codec(self, level: Level, layout: str = "split", meta: str = "fp16") -> Blockwise:
+        """Return the codec of a level: shards are padded alike at all levels of the grid."""
+        return Blockwise(
+            bits=level.bits,
+            block_size=level.block_size,
+            layout=layout,
+            meta=meta,
+            pad_to=max(self.pad_to, level.block_size),
+        )
+
     @property
     def pad_to(self) -> int:
         """Return the multiple that shards are padded to: the largest block of the grid."""

@@ -11,7 +11,14 @@ from thinwire.comm.hierarchical import Hierarchy, three_shot
 from thinwire.comm.shots import Shot, check_slices, one_shot, two_shot
 from thinwire.errors import ConfigError
 
-__all__ = ["ALGORITHMS", "all_reduce", "chunk_numel", "message_nbytes", "pick_algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "all_reduce",
+    "chunk_numel",
+    "message_nbytes",
+    "pick_algorithm",
+    "sent_nbytes",
+]
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 
@@ -79,11 +86,21 @@ def chunk_numel(numel: int, num_ranks: int, codec: Codec) -> int:
     return -(-numel // (num_ranks * granule)) * granule
 
 
+def sent_nbytes(
+    numel: int, dtype: torch.dtype, num_ranks: int, codec: Codec, algorithm: str
+) -> int:
+    """Return the bytes one rank sends in a form, "one_shot" or "two_shot" in one slice."""
+    if algorithm == "one_shot":
+        return ledger.all_gather_sent(codec.wire_nbytes(numel, dtype), num_ranks)
+    chunk = codec.wire_nbytes(chunk_numel(numel, num_ranks, codec), dtype)
+    return ledger.reduce_scatter_sent(chunk, num_ranks) + ledger.all_gather_sent(chunk, num_ranks)
+
+
 def pick_algorithm(numel: int, dtype: torch.dtype, num_ranks: int, codec: Codec) -> str:
     """Return the form that sends fewer bytes; on a tie the one with a single rounding."""
-    one = ledger.all_gather_sent(codec.wire_nbytes(numel, dtype), num_ranks)
-    chunk = codec.wire_nbytes(chunk_numel(numel, num_ranks, codec), dtype)
-    two = 2 * ledger.all_gather_sent(chunk, num_ranks)
+    one, two = (
+        sent_nbytes(numel, dtype, num_ranks, codec, form) for form in ("one_shot", "two_shot")
+    )
     return "one_shot" if one <= two else "two_shot"
 
 

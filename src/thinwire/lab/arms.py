@@ -10,7 +10,7 @@ from thinwire.errors import ConfigError
 from thinwire.train.parse import config_from_args, to_dict
 from thinwire.train.recipes import recipe
 
-__all__ = ["Arm", "arm_config", "parse_arm", "parse_settings"]
+__all__ = ["Arm", "arm_config", "parse_arm", "parse_settings", "setting_words"]
 
 # What all arms of a comparison share; an arm that changed one would not be comparable.
 _SHARED = {
@@ -49,7 +49,7 @@ class Arm:
     @property
     def arguments(self) -> list[str]:
         """Return the settings as arguments of `thinwire train`."""
-        return [word for key, value in self.settings for word in _words(key, value)]
+        return [word for key, value in self.settings for word in setting_words(key, value)]
 
 
 def parse_arm(text: str, common: Sequence[tuple[str, str]] = ()) -> Arm:
@@ -109,7 +109,7 @@ def arm_config(arm: Arm, shared: Sequence[str]) -> dict[str, Any]:
     return to_dict(config_from_args([*shared, *arm.arguments], recipe(arm.recipe)))
 
 
-def _words(key: str, value: str) -> list[str]:
+def setting_words(key: str, value: str) -> list[str]:
     """Return `--key value`; truth values are flags there, and tuples several words."""
     if value in ("true", "True"):
         return [f"--{key}"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from thinwire.errors import ConfigError, RunError
 
-__all__ = ["INTERFACE", "Links", "parse_rate", "shaped_links"]
+__all__ = ["INTERFACE", "Links", "burst_nbytes", "parse_rate", "shaped_links"]
 
 INTERFACE = "eth0"
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux"}
@@ -45,6 +45,11 @@ def parse_rate(text: str) -> float:
             f"--rate {text}: a number with kbit, mbit or gbit, from 1mbit to 100gbit, or none"
         )
     return rate
+
+
+def burst_nbytes(rate: float) -> int:
+    """Return the bytes that an idle link of `rate` bits per second lets pass at once."""
+    return max(_MIN_BURST_BYTES, int(rate / 8 * _BURST_S))
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ def _connect(hub: int, pid: int, rank: int, rate: float) -> None:
     _run(pid, "ip", "addr", "add", f"10.77.0.{rank + 1}/24", "dev", INTERFACE)
     _run(pid, "ip", "link", "set", INTERFACE, "up")
     if rate:
-        burst = max(_MIN_BURST_BYTES, int(rate / 8 * _BURST_S))
+        burst = burst_nbytes(rate)
         limit = burst + int(rate / 8 * _QUEUE_S)
         shape = ("root", "tbf", "rate", f"{int(rate)}bit", "burst", str(burst), "limit", str(limit))
         _run(pid, "tc", "qdisc", "add", "dev", INTERFACE, *shape)

@@ -15,7 +15,7 @@ from typing import Any
 from thinwire.errors import ConfigError, RunError
 from thinwire.lab.trials import Trial, read_trial
 
-__all__ = ["Failure", "run_all"]
+__all__ = ["Failure", "run_all", "terminate_as_interrupt"]
 
 _PATIENCE_S = 5.0
 
@@ -48,7 +48,7 @@ def run_all(
     failures = []
     pool = ThreadPoolExecutor(jobs)
     try:
-        with _terminate_as_interrupt():
+        with terminate_as_interrupt():
             futures = {pool.submit(_run_one, processes, trial): trial for trial in trials}
             for done, future in enumerate(as_completed(futures), start=1):
                 trial, failure = futures[future], future.result()
@@ -72,8 +72,8 @@ def _run_one(processes: "_Processes", trial: Trial) -> Failure | None:
 
 
 @contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM unwind like Ctrl-C, so that no rank outlives the comparison."""
+def terminate_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl-C, so that no rank outlives its command."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

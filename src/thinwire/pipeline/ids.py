@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.errors import WireError
 
-__all__ = ["HEADER_BYTES", "Header", "id_bytes", "pack_ids", "unpack_ids"]
+__all__ = ["HEADER_BYTES", "Header", "id_bytes", "ids_nbytes", "pack_ids", "unpack_ids"]
 
 HEADER_BYTES = 16
 _MAGIC = b"TWPB"
@@ -40,6 +40,11 @@ class Header:
 def id_bytes(vocab_size: int) -> int:
     """Return the bytes per id: 2 if every id of the vocabulary fits, else 4."""
     return 2 if vocab_size <= 65_536 else 4
+
+
+def ids_nbytes(tokens: int, vocab_size: int) -> int:
+    """Return the bytes of the message that carries the ids of `tokens`."""
+    return HEADER_BYTES + tokens * id_bytes(vocab_size)
 
 
 def pack_ids(ids_BT: Tensor, vocab_size: int, header: Header) -> Tensor:

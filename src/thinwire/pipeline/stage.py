@@ -22,7 +22,7 @@ from thinwire.errors import ConfigError, WireError
 from thinwire.pipeline.basis import Basis, wide
 from thinwire.pipeline.carrier import Carrier
 from thinwire.pipeline.constraint import Constraint
-from thinwire.pipeline.ids import HEADER_BYTES, Header, id_bytes, pack_ids, unpack_ids
+from thinwire.pipeline.ids import Header, ids_nbytes, pack_ids, unpack_ids
 from thinwire.pipeline.tables import FixedRows
 
 __all__ = ["Boundary", "Stage"]
@@ -61,7 +61,7 @@ class Boundary:
         """Return the bytes of the ids message of a micro-batch of `tokens`, 0 where none goes."""
         if self.ids != "send" or self.mode == "none":
             return 0
-        return HEADER_BYTES + tokens * id_bytes(self.vocab_size)
+        return ids_nbytes(tokens, self.vocab_size)
 
     def nbytes(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the bytes sent forward and backward for a micro-batch [B, T]."""

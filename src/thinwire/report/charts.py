@@ -26,6 +26,10 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "count": formats.count,
     "number": formats.number,
     "seconds": formats.seconds,
+    # Logarithmic axes: values are decimal logarithms, labels what they stand for.
+    "log_count": lambda v: formats.count(10**v),
+    "log_seconds": lambda v: formats.seconds(10**v),
+    "log_gbit": lambda v: f"{10**v:.3g} Gbit/s",
 }
 
 
@@ -237,7 +241,7 @@ def _ticks(axis: _Axis, fmt: str, edge: str) -> Html:
 
 
 def _tick_text(axis: _Axis, tick: float, fmt: str) -> str:
-    if tick == 0:
+    if tick == 0 and not fmt.startswith("log_"):
         return "0"
     if fmt != "number":
         text = _FORMATS[fmt](tick)

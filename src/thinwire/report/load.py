@@ -91,9 +91,19 @@ def load_run(run_dir: Path) -> Run:
     run.exemptions = _exemptions(raw, path)
     run.layer_errors = {k: v for k, v in _mapping(raw, "layer_errors", path).items() if finite(v)}
     run.metrics, run.notes = _read_metrics(run_dir / "metrics.jsonl")
+    if isinstance(auto := raw.get("auto"), dict):
+        run.notes.append(_choice(auto))
     if not run.result:
         run.notes.append("The run has not ended: run.json holds no result yet.")
     return run
+
+
+def _choice(auto: Mapping[str, Any]) -> str:
+    """Return what compress "auto" chose and how well it foresaw the steps, in a sentence."""
+    measured = auto.get("measured")
+    ratio = measured.get("over_expected") if isinstance(measured, dict) else None
+    held = f"; steps took {ratio:.2f} times what was expected" if finite(ratio) else ""
+    return f"compress auto {auto.get('words', 'chose ' + str(auto.get('chosen')))}{held}."
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -9,6 +9,9 @@
   };
   const format = {
     number: trim,
+    log_count: (v) => format.count(10 ** v),
+    log_seconds: (v) => format.seconds(10 ** v),
+    log_gbit: (v) => trim(10 ** v) + " Gbit/s",
     seconds: (v) => (v < 1 ? trim(v * 1e3) + " ms" : trim(v) + " s"),
     bytes: (v) => scaled(v, ["B", "kB", "MB", "GB", "TB", "PB"], (b) => b.toFixed(0)),
     count: (v) => (Math.abs(v) < 1e4 ? trim(v) : scaled(v, ["", "k", "M", "G", "T"], trim)),

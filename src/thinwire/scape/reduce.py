@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Cast
-from thinwire.comm.all_reduce import chunk_numel, pick_algorithm
+from thinwire.comm.all_reduce import pick_algorithm, sent_nbytes
 from thinwire.comm.ledger import Ledger, all_gather_sent, all_reduce_sent
 from thinwire.errors import ConfigError
 from thinwire.scape.table import DENSE_FROM, Table
@@ -50,10 +50,8 @@ class ValueWire:
         codec, dtype = self.codec, self._state_dtype
         if not ordered:
             return all_reduce_sent(codec.wire_nbytes(numel, dtype), num_ranks)
-        if pick_algorithm(numel, dtype, num_ranks, codec) == "one_shot":
-            return all_gather_sent(codec.wire_nbytes(numel, dtype), num_ranks)
-        chunk = chunk_numel(numel, num_ranks, codec)
-        return 2 * all_gather_sent(codec.wire_nbytes(chunk, dtype), num_ranks)
+        algorithm = pick_algorithm(numel, dtype, num_ranks, codec)
+        return sent_nbytes(numel, dtype, num_ranks, codec, algorithm)
 
     def mean(self, messages: Sequence[Tensor]) -> Tensor:
         """Return the mean [E] of the workers' messages, as `comm.all_reduce` rounds and adds."""

@@ -18,7 +18,16 @@ from torch import Tensor
 from thinwire.comm.ledger import Ledger, all_gather_sent, all_reduce_sent
 from thinwire.sparseloco.partition import Delta, Partition, Verdict
 
-__all__ = ["Outcome", "Round", "Transport", "book_hashes", "decide", "note", "run_round"]
+__all__ = [
+    "Outcome",
+    "Round",
+    "Transport",
+    "book_hashes",
+    "decide",
+    "note",
+    "note_nbytes",
+    "run_round",
+]
 
 _DIGEST = 32
 
@@ -106,6 +115,11 @@ def note(part: Partition, verdict: Verdict) -> bytes:
     return part.stage.to_bytes(4, "little") + mask + verdict.digest
 
 
+def note_nbytes(num_replicas: int) -> int:
+    """Return the bytes of a stage's note."""
+    return 4 + 2 * ((num_replicas + 7) // 8) + _DIGEST
+
+
 def decide(part: Partition, notes: Sequence[bytes]) -> tuple[tuple[int, ...], int, str]:
     """Return the replicas accepted in every stage, the number of stages, and why to abort.
 
@@ -114,7 +128,7 @@ def decide(part: Partition, notes: Sequence[bytes]) -> tuple[tuple[int, ...], in
         notes: of every rank, each the notes of its stages in a row.
     """
     width = (len(part.roster) + 7) // 8
-    size = 4 + 2 * width + _DIGEST
+    size = note_nbytes(len(part.roster))
     stages: dict[bytes, bytes] = {}
     accepted = (1 << len(part.roster)) - 1
     for single in (n[i : i + size] for n in notes for i in range(0, len(n), size)):

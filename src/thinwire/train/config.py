@@ -9,6 +9,7 @@ from typing import Literal
 from thinwire.errors import ConfigError
 
 __all__ = [
+    "Auto",
     "Checkpoints",
     "Compute",
     "Config",
@@ -464,6 +465,23 @@ class Watchdog:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Auto:
+    """How compress "auto" chooses."""
+
+    seconds: float = 10.0
+    """Time of the probe at the start."""
+    arms: str = ""
+    """Recipes to choose among, beside dense: "aquavit,zeropp"; with several links "taco+aquavit".
+    Empty: those that fit the mesh and leave the model as it is."""
+    margin: float = 0.02
+    """Share by which an arm must be faster than dense."""
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0 or not self.margin >= 0:
+            raise ConfigError("auto: seconds must be above 0 and margin at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """One training run."""
 
@@ -483,6 +501,9 @@ class Config:
     """Also write TensorBoard files (needs the tb extra)."""
     timing: bool = False
     """Book encode, decode and wait seconds in the ledger."""
+    compress: Literal["given", "auto"] = "given"
+    """given runs systems as they stand; auto probes the links at the start and chooses between
+    dense and compressed ones (see auto)."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
@@ -492,6 +513,7 @@ class Config:
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     watchdog: Watchdog = field(default_factory=Watchdog)
+    auto: Auto = field(default_factory=Auto)
 
     def __post_init__(self) -> None:
         if self.steps < 1:

@@ -16,7 +16,7 @@ from thinwire.comm import Ledger
 from thinwire.comm.ledger import all_reduce_sent
 from thinwire.train.mesh import Layout
 
-__all__ = ["ReplicaSync", "local_square_norm", "scale_gradients"]
+__all__ = ["ReplicaSync", "deal", "local_square_norm", "scale_gradients"]
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default
 
@@ -118,13 +118,19 @@ def _local_grad(p: nn.Parameter) -> Tensor:
 
 def _deal(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Return buckets of parameters, in the order in which backward tends to finish them."""
-    buckets: list[list[nn.Parameter]] = []
+    sizes = [(local(p.detach()).nbytes, p.dtype) for p in params]
+    return [[params[i] for i in bucket] for bucket in deal(sizes)]
+
+
+def deal(sizes: Sequence[tuple[int, torch.dtype]]) -> list[list[int]]:
+    """Return buckets of indices into (bytes, dtype), last first: one dtype, about 25 MiB each."""
+    buckets: list[list[int]] = []
     nbytes = BUCKET_BYTES
-    for p in reversed(params):
-        size = local(p.detach()).nbytes
-        if nbytes + size > BUCKET_BYTES or p.dtype != buckets[-1][0].dtype:
+    for index in reversed(range(len(sizes))):
+        size, dtype = sizes[index]
+        if nbytes + size > BUCKET_BYTES or dtype != sizes[buckets[-1][0]][1]:
             buckets.append([])
             nbytes = 0
-        buckets[-1].append(p)
+        buckets[-1].append(index)
         nbytes += size
     return buckets

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from thinwire import comm, eco, taco
 from thinwire.comm import Ledger
 from thinwire.scape import Scape
+from thinwire.train.auto import AutoRun, choose_systems
 from thinwire.train.boundaries import Boundaries
 from thinwire.train.checkpoint import Checkpointer
 from thinwire.train.config import Config
@@ -42,7 +43,7 @@ from thinwire.train.outer import MixedSystem, OuterSystem, attach_outer
 from thinwire.train.parse import config_hash, to_dict
 from thinwire.train.passes import Pass, make_pass
 from thinwire.train.replicas import Sync, make_replicas
-from thinwire.train.saved import newest_checkpoint, refuse_to_mix
+from thinwire.train.saved import as_chosen, newest_checkpoint, read_meta, refuse_to_mix
 from thinwire.train.sources import load_corpus
 from thinwire.train.systems import System, attach_systems, full_precision, layer_errors
 from thinwire.train.watchdog import Watchdog
@@ -71,6 +72,8 @@ def train(
         ContractError: a compressed link carried nothing by the last step (run.json is written all
             the same).
     """
+    if resume is not None:
+        config = as_chosen(config, read_meta(newest_checkpoint(resume))["config"])
     trainer = Trainer.build(config, device or torch.device("cpu"))
     if resume is not None:
         trainer.restore(resume)
@@ -100,6 +103,8 @@ class Trainer:
         clips: the optimizer bounds the gradient norm itself.
         passes: forward and backward.
         watchdog: stops a lost run.
+        auto: what was chosen where config.compress was "auto"; `config` holds the outcome.
+        earlier: what a resumed run chose when it began, and measured until its checkpoint.
         step: finished steps.
     """
 
@@ -114,6 +119,8 @@ class Trainer:
     clips: bool
     passes: Pass
     watchdog: Watchdog
+    auto: AutoRun | None = None
+    earlier: dict[str, Any] | None = None
     step: int = 0
     wall_s: float = 0.0
     last: dict[str, Any] = field(default_factory=dict)
@@ -126,6 +133,15 @@ class Trainer:
             ConfigError, DataError: on every rank alike.
         """
         layout = make_layout(config, device)
+        auto = None
+        if config.compress == "auto":
+            config, auto = choose_systems(
+                config, layout, lambda dense: cls._assemble(dense, layout, None).train_step
+            )
+        return cls._assemble(config, layout, auto)
+
+    @classmethod
+    def _assemble(cls, config: Config, layout: Layout, auto: AutoRun | None) -> "Trainer":
         corpus = load_corpus(config.data.source)
         data = config.data
         batches = TrainBatches(corpus, data.seq_len_tokens, data.batch_seqs, config.seed)
@@ -154,6 +170,7 @@ class Trainer:
             clips=replicas.clips,
             passes=make_pass(config, layout, replicas.forward, replicas.sync, ledger, boundaries),
             watchdog=Watchdog(config.watchdog),
+            auto=auto,
         )
 
     @property
@@ -171,7 +188,7 @@ class Trainer:
         """
         meta = self.checkpointer.load(newest_checkpoint(path))
         self.step, self.batches.position = meta["step"], meta["position"]
-        self.wall_s = meta["wall_s"]
+        self.wall_s, self.earlier = meta["wall_s"], meta.get("auto")
         # Another number of ranks has no ledger of its own to continue: ranks beyond take turns.
         saved = meta["ledgers"]
         self.ledger.load_totals(saved[dist.get_rank() % len(saved)])
@@ -191,6 +208,8 @@ class Trainer:
         try:
             while self.step < until:
                 record = self.train_step()
+                if self.auto is not None and is_writer:
+                    self.auto.step(self.step, record["step_s"])
                 self._evaluate_if_due(record)
                 self.last = record
                 if file is not None:
@@ -347,6 +366,7 @@ class Trainer:
             "ledgers": _of_every_rank(self.ledger.to_dict()),
             "streak": [self.watchdog.streak, None if math.isnan(streak_loss) else streak_loss],
             "mesh": self.layout.sizes,
+            "auto": self._choice(),
         }
         self.checkpointer.save(self.step, meta)
 
@@ -376,7 +396,11 @@ class Trainer:
             ),
             "memory": self._memory(),
             "layer_errors": errors,
-        }
+        } | ({} if (choice := self._choice()) is None else {"auto": choice})
+
+    def _choice(self) -> dict[str, Any] | None:
+        """Return what compress "auto" chose, in this part of the run or before it was resumed."""
+        return self.earlier if self.auto is None else self.auto.to_dict()
 
     def _result(self, step_s: list[float]) -> dict[str, Any]:
         return {

@@ -18,9 +18,9 @@ from thinwire.train.config import Config, Outer
 from thinwire.train.mesh import Layout, MixedLayout
 from thinwire.train.replicas import inner_group
 
-__all__ = ["MixedSystem", "OuterSystem", "attach_outer"]
+__all__ = ["OUTER_CODECS", "MixedSystem", "OuterSystem", "attach_outer", "outer_options"]
 
-_CODECS: dict[str, Codec | None] = {
+OUTER_CODECS: dict[str, Codec | None] = {
     "fp32": None,
     "bf16": Cast("bf16"),
     "int8": Blockwise(bits=8, block_size=128),
@@ -124,9 +124,9 @@ def attach_outer(
     }
     loop: OuterLoop
     if cfg.method == "sparseloco":
-        loop = sparseloco.SparseLoCo(model, optimizer, options=_options(cfg), **where)
+        loop = sparseloco.SparseLoCo(model, optimizer, options=outer_options(cfg), **where)
     else:
-        codec, momentum = _CODECS[cfg.codec], cfg.momentum
+        codec, momentum = OUTER_CODECS[cfg.codec], cfg.momentum
         loop = sparseloco.DiLoCo(
             model, optimizer, alpha=cfg.alpha, momentum=momentum, codec=codec, **where
         )
@@ -178,14 +178,15 @@ def _attach_mixed(
         optimizer,
         layout.site,
         sync_every=config.systems.outer.sync_every,
-        options=_options(config.systems.outer),
+        options=outer_options(config.systems.outer),
         ledger=ledger,
     )
     boundaries.loop = loop
     return MixedSystem(loop, layout, boundaries)
 
 
-def _options(cfg: Outer) -> sparseloco.Options:
+def outer_options(cfg: Outer) -> sparseloco.Options:
+    """Return what sparseloco sends, by the configuration."""
     return sparseloco.Options(
         alpha=cfg.alpha,
         beta=cfg.beta,

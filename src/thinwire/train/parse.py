@@ -22,7 +22,7 @@ __all__ = ["config_from_args", "config_hash", "from_dict", "load", "near", "to_d
 # Settings that a resumed run may change: they don't touch the numbers of a step.
 FREE = (
     "recipe", "out", "stop_after", "tensorboard", "timing", "mesh", "evaluation", "checkpoints",
-    "compute.device",
+    "compute.device", "auto",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from thinwire.errors import ConfigError
 from thinwire.train.config import Config
 
-__all__ = ["pick_device", "process_group"]
+__all__ = ["local_device", "pick_device", "process_group"]
 
 
 def pick_device(config: Config, local_rank: int, local_ranks: int) -> torch.device:
@@ -29,6 +29,17 @@ def pick_device(config: Config, local_rank: int, local_ranks: int) -> torch.devi
     if wanted == "cpu" or count < local_ranks:
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
+
+
+def local_device(config: Config) -> torch.device:
+    """Return this rank's device inside the world's group, by torchrun's variables if it runs.
+
+    Raises:
+        ConfigError: see `pick_device`.
+    """
+    ranks = dist.get_world_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    return pick_device(config, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
 @contextmanager

@@ -39,6 +39,11 @@ def dense_fsdp() -> Config:
     return Config()
 
 
+def auto() -> Config:
+    """FSDP2 whose links are probed at the start: dense, or the compression that pays there."""
+    return Config(compress="auto")
+
+
 def dense_tp() -> Config:
     """Tensor parallel over all ranks, nothing compressed."""
     return Config(mesh=Mesh(dp_shard=1, tp=-1))
@@ -315,6 +320,7 @@ RECIPES: dict[str, Recipe] = {
     **REPLICAS,
     **OUTER,
     "dense-fsdp": dense_fsdp,
+    "auto": auto,
     "dense-tp": dense_tp,
     "dense-tp-sp": _tensor(
         "Tensor parallel with activations cut over the sequence, nothing compressed.", sequence=True

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.train.config import Config
-from thinwire.train.parse import numeric_settings, to_dict
+from thinwire.train.parse import from_dict, numeric_settings, to_dict
 
 __all__ = [
     "META",
+    "as_chosen",
     "check_same",
     "find_checkpoint",
     "newest_checkpoint",
@@ -78,6 +80,13 @@ def refuse_to_mix(out: Path) -> None:
             f"out folder {out} holds checkpoints of an earlier run: continue it with --resume, or "
             "choose another --out"
         )
+
+
+def as_chosen(config: Config, saved: Mapping[str, Any]) -> Config:
+    """Return a configuration that goes on with what compress "auto" chose before a checkpoint."""
+    if config.compress != "auto":
+        return config
+    return replace(config, compress="given", systems=from_dict(saved).systems)
 
 
 def check_same(path: Path, saved: Mapping[str, Any], config: Config) -> None:

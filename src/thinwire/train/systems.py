@@ -19,7 +19,14 @@ from thinwire.train.model import Transformer
 from thinwire.train.outer import OuterSystem
 from thinwire.train.tensor import TensorTraffic
 
-__all__ = ["System", "attach_systems", "full_precision", "layer_errors"]
+__all__ = [
+    "System",
+    "attach_systems",
+    "full_precision",
+    "gradient_codec",
+    "layer_errors",
+    "weight_schedule",
+]
 
 
 class System(Protocol):
@@ -87,8 +94,8 @@ def _attach_fsdp(
     weights, gradients = config.systems.weights, config.systems.gradients
     schedule, reduce_codec = None, None
     if layout.sizes["dp_shard"] > 1:
-        schedule = _schedule(weights, config.steps)
-        reduce_codec = _gradient_codec(gradients)
+        schedule = weight_schedule(weights, config.steps)
+        reduce_codec = gradient_codec(gradients)
     elif _compresses(config):
         _nothing_to_gather(layout, ledger)
     return aquavit.attach(
@@ -104,7 +111,7 @@ def _attach_fsdp(
 
 def _simulate(config: Config, layout: Layout, model: Transformer) -> aquavit.SimulatedHandle:
     cfg = config.systems.weights
-    schedule = _schedule(cfg, config.steps)
+    schedule = weight_schedule(cfg, config.steps)
     if layout.mesh.size() > 1 or schedule is None or config.systems.gradients.codec != "dense":
         raise ConfigError(
             "systems.weights.virtual_ranks simulates compressed weights with dense gradients on "
@@ -119,9 +126,10 @@ def _compresses(config: Config) -> bool:
     return config.systems.weights.codec != "dense" or config.systems.gradients.codec != "dense"
 
 
-def _schedule(
+def weight_schedule(
     cfg: Weights, steps: int
 ) -> aquavit.Schedule | aquavit.Static | aquavit.Difference | None:
+    """Return how weight gathers travel over a run of `steps`; None: as they are."""
     if cfg.codec == "dense":
         return None
     if cfg.codec == "bf16":
@@ -141,7 +149,8 @@ def _schedule(
     return aquavit.Static(codec) if cfg.codec == "static" else aquavit.Difference(codec)
 
 
-def _gradient_codec(cfg: Gradients) -> Codec | None:
+def gradient_codec(cfg: Gradients) -> Codec | None:
+    """Return how the gradient reduce-scatter travels; None: as it is."""
     if cfg.codec == "dense":
         return None
     if cfg.hadamard:

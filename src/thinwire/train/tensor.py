@@ -22,7 +22,7 @@ from thinwire.errors import ConfigError
 from thinwire.train.config import Config, Tensor
 from thinwire.train.model import Transformer
 
-__all__ = ["TensorTraffic", "split_blocks", "tp_plan"]
+__all__ = ["TensorTraffic", "split_blocks", "tensor_codec", "tensor_link", "tp_plan"]
 
 
 def tp_plan(layers: list[str], *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
@@ -84,7 +84,7 @@ def split_blocks(config: Config, mesh: DeviceMesh, model: Transformer, ledger: L
     plan = tp_plan(list(model.layers), sequence_parallel=config.compute.sequence_parallel)
     group = mesh.get_group("tp")
     tiers = comm.hierarchy(group, cfg.node_size) if cfg.node_size else None
-    link = replace(_link(config, num_ranks), ledger=ledger, tiers=tiers)
+    link = replace(tensor_link(config, num_ranks), ledger=ledger, tiers=tiers)
     taco.parallelize(model, mesh["tp"], plan, link=link)
 
 
@@ -96,13 +96,14 @@ def _simulate(config: Config, model: Transformer) -> None:
             f"{config.model.num_kv_heads}"
         )
     plan = tp_plan(list(model.layers), sequence_parallel=config.compute.sequence_parallel)
-    taco.simulate(model, plan, _link(config, num_ranks), num_ranks=num_ranks)
+    taco.simulate(model, plan, tensor_link(config, num_ranks), num_ranks=num_ranks)
 
 
-def _link(config: Config, num_ranks: int) -> taco.Link:
+def tensor_link(config: Config, num_ranks: int) -> taco.Link:
+    """Return how messages travel between the tp ranks."""
     cfg = config.systems.tensor
-    forward = _codec(cfg, cfg.fmt)
-    backward = None if cfg.backward_fmt == "same" else _codec(cfg, cfg.backward_fmt)
+    forward = tensor_codec(cfg, cfg.fmt)
+    backward = None if cfg.backward_fmt == "same" else tensor_codec(cfg, cfg.backward_fmt)
     return taco.Link(
         codec=forward,
         backward_codec=backward if forward is not None else None,
@@ -148,7 +149,8 @@ def _check_unsplit(cfg: Tensor, num_ranks: int, ledger: Ledger) -> None:
     ledger.expect("tensor", num_ranks=1)
 
 
-def _codec(cfg: Tensor, fmt: str) -> Codec | None:
+def tensor_codec(cfg: Tensor, fmt: str) -> Codec | None:
+    """Return how activations of a number format travel; None: as they are."""
     if cfg.codec == "dense":
         return None
     if cfg.codec == "tensorwise":

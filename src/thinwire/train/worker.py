@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,49 +17,53 @@ from thinwire.errors import CheckpointError, ConfigError, DataError, ThinwireErr
 from thinwire.train.config import Compute, Config
 from thinwire.train.loop import train
 from thinwire.train.parse import from_dict
-from thinwire.train.process import pick_device, process_group
+from thinwire.train.process import local_device, pick_device, process_group
 
 __all__ = ["exit_status", "run_under_torchrun", "train_job"]
 
 
 def exit_status(error: BaseException) -> int:
-    """Return 2 for what a user can set right, 1 for a run that failed."""
-    return 2 if isinstance(error, ConfigError | DataError | CheckpointError) else 1
+    """Return 2 for what a user can set right, 1 for a run that failed, an error's own if it has."""
+    by_kind = 2 if isinstance(error, ConfigError | DataError | CheckpointError) else 1
+    return int(getattr(error, "status", by_kind))
 
 
 def train_job(payload: dict[str, Any]) -> dict[str, Any]:
     """Run the training that the command line asked for; return run.json's content on rank 0."""
     config = from_dict(payload["config"])
     resume = Path(payload["resume"]) if payload["resume"] else None
-    ranks = dist.get_world_size()
-    device = pick_device(config, dist.get_rank() % ranks, ranks)
+    device = local_device(config)
     run = train(config, resume=resume, device=device, progress=payload["progress"])
     return run if dist.get_rank() == 0 else {}
 
 
-def run_under_torchrun(payload: dict[str, Any]) -> dict[str, Any]:
-    """Train as the rank that torchrun's variables name; return run.json's content on rank 0.
+def run_under_torchrun(
+    payload: dict[str, Any], job: Callable[[dict[str, Any]], dict[str, Any]] = train_job
+) -> dict[str, Any]:
+    """Do the job as the rank that torchrun's variables name; return its result.
+
+    Args:
+        payload: for the job; its `config` says device and threads.
+        job: what runs inside the world's group.
 
     Raises:
-        ThinwireError: as `train`.
+        ThinwireError: as the job.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     config = from_dict(payload["config"])
     device = pick_device(config, local_rank, local_ranks)
-    resume = Path(payload["resume"]) if payload["resume"] else None
     try:
         with process_group(
             device, rank=rank, world_size=world_size, store=None, threads=config.compute.threads
         ):
-            run = train(config, resume=resume, device=device, progress=payload["progress"])
+            return job(payload)
     except ThinwireError as error:
         # Ranks fail alike in most cases: rank 0 speaks for all, another only with its number.
         who = "thinwire" if rank == 0 else f"thinwire rank {rank}"
         print(f"{who}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         os._exit(exit_status(error))
-    return run if rank == 0 else {}
 
 
 def main() -> None:

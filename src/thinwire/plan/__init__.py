@@ -1,0 +1,61 @@
+"""Whether compression pays: probe the links, predict step times, choose."""
+
+from thinwire.plan.build import workload_of
+from thinwire.plan.choose import Choice, Measured, choose
+from thinwire.plan.cluster import Cluster, Device, Line, Sites
+from thinwire.plan.described import ClusterCosts
+from thinwire.plan.job import (
+    Boundaries,
+    Job,
+    Layer,
+    Outer,
+    SparseSync,
+    Stage,
+    TensorLink,
+    WeightsPhase,
+)
+from thinwire.plan.links import COLLECTIVES, CodecSpeed, Compute, Group, Links, Point, Speed
+from thinwire.plan.measured import MeasuredCosts
+from thinwire.plan.predict import Arm, Prediction, compare, predict
+from thinwire.plan.probe_clock import ProbeError, ProbeInterrupted
+from thinwire.plan.probe_device import Work
+from thinwire.plan.probe_mesh import probe
+from thinwire.plan.workload import Costs, Workload
+
+__all__ = [
+    "COLLECTIVES",
+    "Arm",
+    "Boundaries",
+    "Choice",
+    "Cluster",
+    "ClusterCosts",
+    "CodecSpeed",
+    "Compute",
+    "Costs",
+    "Device",
+    "Group",
+    "Job",
+    "Layer",
+    "Line",
+    "Links",
+    "Measured",
+    "MeasuredCosts",
+    "Outer",
+    "Point",
+    "Prediction",
+    "ProbeError",
+    "ProbeInterrupted",
+    "Sites",
+    "SparseSync",
+    "Speed",
+    "Stage",
+    "TensorLink",
+    "WeightsPhase",
+    "Work",
+    "Workload",
+    "choose",
+    "compare",
+    "predict",
+    "probe",
+    "workload_of",
+]

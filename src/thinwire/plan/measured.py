@@ -1,0 +1,136 @@
+"""What operations cost by links.json: messages by interpolation, codecs by measured speeds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from thinwire.errors import ConfigError
+from thinwire.plan.links import Links
+from thinwire.plan.probe_mesh import SELECT
+from thinwire.plan.workload import Coding, Compute, Message, Workload
+
+__all__ = ["MeasuredCosts"]
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """`Costs` of a probed mesh.
+
+    Attributes:
+        links: what the probe found.
+        mesh: ranks per axis that the plan is for.
+        step_s: seconds of a step's arithmetic; None: the probe's, scaled by parameters and tokens
+            where those differ.
+        burst_s: seconds of its speed that an idle link saves up and lets pass at once: what a
+            shaped or a cloud provider's link may do, and messages of a probe one after the other
+            don't show; 0: nothing.
+
+    Raises:
+        ConfigError: the links are of another mesh, or hold no time of a step.
+    """
+
+    links: Links
+    mesh: Mapping[str, int]
+    step_s: float | None = None
+    burst_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for axis, size in self.mesh.items():
+            probed = self.links.mesh.get(axis, 1)
+            if size != probed:
+                raise ConfigError(
+                    f"the links were probed with mesh.{axis} {probed}, the plan has {size}: probe "
+                    "with the plan's mesh"
+                )
+        if self.step_s is None and self.links.compute is None:
+            raise ConfigError(
+                "the links hold no compute time of a step: probe again with a recipe's step"
+            )
+        if self.step_s is not None and not self.step_s > 0:
+            raise ConfigError(f"step_s must be above 0, got {self.step_s}")
+
+    def least_s(self, message: Message) -> float:
+        """Return the latency of the smallest message; see `Costs`."""
+        group = self.links.group(self.wire(message.axis))
+        speed = group.collectives.get(message.collective)
+        return speed.latency_s if speed is not None else 0.0
+
+    def wire(self, axis: str) -> str:
+        """Return the wire of an axis: each has its own; see `Costs`."""
+        return axis if axis != "world" else self._widest()
+
+    def _widest(self) -> str:
+        if not self.links.groups:
+            raise ConfigError("the links hold no group: nothing was probed")
+        return max(self.links.groups, key=lambda axis: self.links.groups[axis].size)
+
+    def seconds(self, message: Message) -> float:
+        """Return the interpolated seconds of a message."""
+        group = self.links.group(self.wire(message.axis))
+        if message.axis == "world":
+            # A few numbers: what counts is the latency, on every axis in turn at worst.
+            found = [g.seconds("all_reduce", message.nbytes) for g in self.links.groups.values()
+                     if "all_reduce" in g.collectives]  # fmt: skip
+            if not found:
+                raise ConfigError("the links hold no all_reduce, which every step makes")
+            return max(found)
+        if message.collective == "reduce_scatter" and "reduce_scatter" not in group.collectives:
+            return group.seconds("all_to_all", message.nbytes)
+        return group.seconds(message.collective, message.nbytes)
+
+    def coding_s(self, coding: Coding) -> float:
+        """Return the seconds to encode or decode.
+
+        Raises:
+            ConfigError: the codec was not probed.
+        """
+        speed = self.links.codecs.get(repr(coding.codec))
+        if speed is None:
+            if coding.codec.facts.exact:
+                return 0.0  # a copy that the dense path makes too
+            raise ConfigError(
+                f"the links hold no speed of {coding.codec!r}: probe with the plan's recipes"
+            )
+        if coding.what == "encode":
+            return coding.calls * speed.encode_latency_s + coding.numel * speed.encode_s_per_value
+        return coding.calls * speed.decode_latency_s + coding.numel * speed.decode_s_per_value
+
+    def compute_s(self, compute: Compute, workload: Workload) -> float:
+        """Return the seconds of arithmetic: the step's, dealt by floating-point operations."""
+        if compute.what == "select":
+            return self._select_s(compute.numel)
+        known = self.links.compute
+        if self.step_s is not None or known is None or not (known.forward_s and known.backward_s):
+            return self.whole_step_s(workload) * compute.flops / workload.flops
+        scale = self._scale(workload)
+        if compute.what == "optimizer":
+            return scale * known.optimizer_s if compute.numel else 0.0
+        backward = workload.flops - workload.forward_flops
+        forwards = compute.what == "forward"
+        seconds, whole = (
+            (known.forward_s, workload.forward_flops) if forwards else (known.backward_s, backward)
+        )
+        return scale * seconds * compute.flops / whole
+
+    def _select_s(self, numel: int) -> float:
+        if not numel:
+            return 0.0
+        speed = self.links.codecs.get(SELECT)
+        if speed is None:
+            raise ConfigError("the links hold no speed of picking the largest values: probe again")
+        return speed.encode_s(numel) + speed.decode_s(numel)
+
+    def whole_step_s(self, workload: Workload) -> float:
+        """Return the seconds of a step's arithmetic."""
+        if self.step_s is not None:
+            return self.step_s
+        compute = self.links.compute
+        assert compute is not None
+        return self._scale(workload) * compute.step_s
+
+    def _scale(self, workload: Workload) -> float:
+        """Return the step's arithmetic over the probed one's, by parameters and tokens."""
+        compute = self.links.compute
+        assert compute is not None
+        if not (compute.params and compute.tokens):
+            return 1.0
+        return workload.rank_params * workload.rank_tokens / (compute.params * compute.tokens)

@@ -1,0 +1,47 @@
+"""What a run holds in memory on one rank, in bytes; activations are an estimate."""
+
+from collections.abc import Mapping
+
+from thinwire.plan.job import Job, Stage
+
+__all__ = ["memory"]
+
+# Per token, layer and unit of width, in values of the compute dtype, tensor parallelism left out:
+# about what a Llama block keeps for backward with fused attention.
+ACTIVATIONS_KEPT = 16.0
+
+
+def memory(job: Job) -> Mapping[str, int]:
+    """Return bytes by what they hold, on a rank of the stage that holds most.
+
+    weights: float32 shard; gathered: layers gathered at one time; gradients: float32 shard;
+    optimizer: its state; activations: kept for backward; others: buffers of systems.
+    """
+    return max((_of_stage(job, stage) for stage in job.stages), key=lambda m: sum(m.values()))
+
+
+def _of_stage(job: Job, stage: Stage) -> dict[str, int]:
+    shards = job.mesh["dp_shard"]
+    numel = stage.numel
+    local = -(-numel // shards)
+    found = {
+        "weights": 4 * local,
+        "gradients": 4 * local,
+        "optimizer": int(job.state_bytes * local),
+        "activations": _activations(job, stage),
+    }
+    if shards > 1:
+        sizes = sorted((block.numel for block in stage.blocks), reverse=True)
+        at_once = numel if not job.reshard else stage.root.numel + sum(sizes[: job.prefetch + 1])
+        found["gathered"] = at_once * job.dtype.itemsize
+    for name, nbytes in job.extra_bytes.items():
+        found[name] = int(nbytes * local)
+    return found
+
+
+def _activations(job: Job, stage: Stage) -> int:
+    flights = min(job.mesh["pp"], job.micro_batches)
+    width = job.dim * job.dtype.itemsize * job.tokens
+    kept = len(stage.blocks) * (1.0 if job.recompute else ACTIVATIONS_KEPT / job.mesh["tp"])
+    again = ACTIVATIONS_KEPT / job.mesh["tp"] if job.recompute else 0.0
+    return int(width * (flights * kept + again))

@@ -1,0 +1,275 @@
+"""compress = "auto": probe the links at the start, choose dense or compressed, compare as it runs.
+
+1. List the arms: recipes that compress a link of this mesh, one link or several at once.
+2. Probe links, the arms' codecs and this model's computation, for 60 % of `auto.seconds`.
+3. Take real dense steps in the rest, if it holds some, with weights that are thrown away; what they
+   took beyond the prediction is counted as computation.
+4. Choose by predicted step time (`plan.choose`): the same on every rank.
+5. The run goes on with the chosen settings, as if they had been given; run.json holds the choice,
+   what was expected and what was measured.
+
+What stands besides links (storage, pipeline, outer rounds, AdamS) stays as configured in every arm.
+"""
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from thinwire import plan
+from thinwire.errors import ConfigError
+from thinwire.train.axes import check_ranks
+from thinwire.train.config import Config, Replicas, Systems
+from thinwire.train.mesh import Layout
+from thinwire.train.probing import probe_recipe, recipe_work
+from thinwire.train.recipes import recipe
+from thinwire.train.workload import workload
+
+__all__ = ["AutoRun", "arms_of", "calibrated_s", "choose_systems", "settled"]
+
+# Recipes that leave the model as it is, by the axis whose link they compress.
+OFFERED = {
+    "dp_shard": ("static-8bit", "aquavit", "aquavit-grad4", "zeropp"),
+    "dp_replicate": ("scape-90",),
+    "tp": ("taco",),
+}
+LINKS = ("weights", "gradients", "tensor", "replicas")
+MAX_NBYTES = 2**28
+PROBE_SHARE = 0.6
+MIN_STEPS, MAX_STEPS = 3, 10
+
+
+@dataclass
+class AutoRun:
+    """An automatic choice on its way through the run.
+
+    Attributes:
+        choice: what was chosen.
+        measured: the run's steps beside it.
+        links: what the probe found, as links.json holds it.
+        left_out: arms that could not be weighed, with the reason.
+        probe_s: seconds of probe and choice.
+    """
+
+    choice: plan.Choice
+    measured: plan.Measured
+    links: dict[str, Any]
+    left_out: dict[str, str]
+    probe_s: float
+
+    def step(self, step: int, seconds: float) -> None:
+        """Count a step, and say so once when the prediction was off."""
+        line = self.measured.add(step, seconds)
+        if line is not None:
+            say(line)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what run.json holds about it."""
+        return self.choice.to_dict() | {
+            "words": self.choice.words(),
+            "measured": self.measured.to_dict(),
+            "left_out": self.left_out,
+            "probe_s": self.probe_s,
+            "links": self.links,
+        }
+
+
+def choose_systems(
+    config: Config, layout: Layout, dense_step: Callable[[Config], Callable[[], Any]]
+) -> tuple[Config, AutoRun | None]:
+    """Return the configuration with the chosen systems, and the choice; collective.
+
+    A single rank sends nothing: it runs dense, without a probe or a choice.
+
+    Args:
+        config: with compress "auto".
+        layout: where this rank stands.
+        dense_step: from the dense configuration to a function that takes a real step.
+
+    Raises:
+        ConfigError: an arm of `auto.arms` that doesn't fit, or a run that the cost model doesn't
+            cover; on every rank alike.
+        PeerError, ProbeInterrupted: see `plan.probe`.
+    """
+    started = time.perf_counter()
+    ranks = dist.get_world_size()
+    dense, arms = arms_of(config, layout.sizes)
+    if ranks == 1:
+        say("one rank sends nothing: dense")
+        return dense, None
+    base = workload(replace(dense, recipe="dense"), ranks, overlap=_overlaps(layout))
+    weighed, left_out = _weigh(config, arms, layout)
+    codecs = [codec for load in (base, *weighed.values()) for codec in load.codecs()]
+    links = probe_recipe(
+        layout,
+        codecs=codecs,
+        work=recipe_work(dense, layout),
+        seconds=PROBE_SHARE * config.auto.seconds,
+        max_nbytes=MAX_NBYTES,
+    )
+    left_s = (1 - PROBE_SHARE) * config.auto.seconds
+    step_s = calibrated_s(links, base, lambda: dense_step(dense), left_s)
+    choice = plan.choose(
+        links,
+        base,
+        list(weighed.values()),
+        margin=config.auto.margin,
+        step_s=step_s,
+    )
+    chosen = dense if choice.name == base.name else arms[choice.name]
+    run = AutoRun(
+        choice=choice,
+        measured=plan.Measured(choice, config.steps),
+        links=links.to_dict(),
+        left_out=left_out,
+        probe_s=time.perf_counter() - started,
+    )
+    if dist.get_rank() == 0:
+        say(f"probed for {run.probe_s:.1f} s; {choice.words()}")
+    return settled(config, chosen.systems), run
+
+
+def calibrated_s(
+    links: plan.Links,
+    dense: plan.Workload,
+    build: Callable[[], Callable[[], Any]],
+    seconds: float,
+) -> float:
+    """Return the seconds of computation that explain what real dense steps took.
+
+    The probe's own are returned where fewer than three steps fit into `seconds`: there the link
+    decides.
+    """
+    assert links.compute is not None
+    probed_s = links.compute.step_s
+    expected_s = plan.predict(dense, plan.MeasuredCosts(links, dense.mesh, probed_s)).step_s
+    (count,) = _largest([min(MAX_STEPS, seconds / expected_s)])
+    if count < MIN_STEPS:
+        return probed_s
+    step = build()
+    step()  # compiles and opens sockets
+    took = []
+    for _ in range(int(count) - 1):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        took.append(time.perf_counter() - start)
+    del step
+    gc.collect()  # FSDP's cycles hold the weights
+    beyond_s = statistics.median(_largest(took)) - expected_s
+    return max(probed_s + beyond_s, probed_s / 10)
+
+
+def _largest(values: Sequence[float]) -> list[float]:
+    """Return the largest of every rank's values, so that all ranks count alike."""
+    numbers = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return numbers.tolist()
+
+
+def settled(config: Config, systems: Systems) -> Config:
+    """Return a configuration that runs with `systems` and chooses nothing."""
+    return replace(config, compress="given", systems=systems)
+
+
+def arms_of(config: Config, sizes: dict[str, int]) -> tuple[Config, dict[str, Config]]:
+    """Return the dense run and the compressed ones to choose among, by name.
+
+    Args:
+        config: with compress "auto".
+        sizes: ranks per axis.
+
+    Raises:
+        ConfigError: a name in `auto.arms` that no recipe has.
+    """
+    given = config.systems
+    sync = given.replicas if given.replicas.optimizer in ("adamw", "adams") else Replicas()
+    dense = Systems(
+        storage=given.storage, pipeline=given.pipeline, outer=given.outer, replicas=sync
+    )
+    names = [name.strip() for name in config.auto.arms.split(",") if name.strip()]
+    arms = {name: _with(dense, name.split("+")) for name in names or _offered(config, sizes)}
+    if given != dense:
+        arms["as given"] = given
+    start = replace(config, compress="given", systems=dense)
+    return start, {name: replace(start, systems=systems) for name, systems in arms.items()}
+
+
+def _offered(config: Config, sizes: dict[str, int]) -> list[str]:
+    """Return names of offered recipes that fit, joined by + where several links are compressed."""
+    apart = config.systems.outer.method != "none"
+    axes = [axis for axis in OFFERED if sizes[axis] > 1 and not (apart and axis == "dp_replicate")]
+    choices = product(*(("", *OFFERED[axis]) for axis in axes))
+    return [name for words in choices if (name := "+".join(word for word in words if word))]
+
+
+def _with(dense: Systems, names: Sequence[str]) -> Systems:
+    """Return `dense` with the links that the named recipes compress."""
+    plain, systems = Systems(), dense
+    for name in names:
+        arm = recipe(name).systems
+        changed = {
+            f.name: getattr(arm, f.name)
+            for f in fields(Systems)
+            if f.name in LINKS and getattr(arm, f.name) != getattr(plain, f.name)
+        }
+        if not changed:
+            raise ConfigError(
+                f"auto.arms: recipe {name} compresses none of the links {', '.join(LINKS)}, which "
+                "auto chooses for"
+            )
+        systems = replace(systems, **changed)
+    return systems
+
+
+def _weigh(
+    config: Config, arms: dict[str, Config], layout: Layout
+) -> tuple[dict[str, plan.Workload], dict[str, str]]:
+    """Return the arms' workloads, and why others were left out; those asked for must fit."""
+    ranks = dist.get_world_size()
+    weighed: dict[str, plan.Workload] = {}
+    left_out: dict[str, str] = {}
+    for name, arm in arms.items():
+        try:
+            _check_used(name, arm, layout.sizes)
+            check_ranks(arm, ranks)
+            load = workload(replace(arm, recipe=name), ranks, overlap=_overlaps(layout))
+        except ConfigError as error:
+            if config.auto.arms or name == "as given":
+                raise ConfigError(f"auto: arm {name}: {error}") from None
+            left_out[name] = str(error)
+            continue
+        weighed[name] = load
+    return weighed, left_out
+
+
+def _check_used(name: str, arm: Config, sizes: dict[str, int]) -> None:
+    """Refuse an arm whose link has no ranks here: set-up would refuse it later."""
+    systems, plain = arm.systems, Systems()
+    uses: dict[str, Callable[[Systems], bool]] = {
+        "dp_shard": lambda s: (s.weights, s.gradients) != (plain.weights, plain.gradients),
+        "tp": lambda s: s.tensor != plain.tensor,
+        "dp_replicate": lambda s: s.replicas.optimizer not in ("adamw", "adams"),
+    }
+    for axis, uses_axis in uses.items():
+        if uses_axis(systems) and sizes[axis] == 1 and sum(sizes.values()) > len(sizes):
+            raise ConfigError(f"it compresses what crosses mesh.{axis}, which has one rank here")
+
+
+def _overlaps(layout: Layout) -> bool:
+    """Return whether messages fly beside the computation: gloo on CPU holds the host up."""
+    return layout.device.type == "cuda"
+
+
+def say(text: str) -> None:
+    """Write a line about the choice."""
+    tqdm.write(f"auto: {text}", file=sys.stdout)
+    sys.stdout.flush()

@@ -1,0 +1,114 @@
+"""Which compressed arms fit a configuration's mesh, by link; and a configuration as a TOML file."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from thinwire.errors import ConfigError
+from thinwire.train.config import Config, Systems
+from thinwire.train.recipes import recipe
+
+__all__ = ["LINK_OF", "candidates", "dense_twin", "joined", "to_toml"]
+
+# Recipes whose systems are tried, per link they concern; an arm of "weights" may bring gradients.
+_ARMS = {
+    "weights": ("static-8bit", "static-6bit", "aquavit", "aquavit-keep-wire", "aquavit-grad4",
+                "zeropp"),
+    "tensor": ("taco", "taco-merged", "taco-int8"),
+    "gradients": ("scape-90", "scape-99"),
+    "pipeline": ("subspace-pp",),
+    "outer": ("diloco-int8", "sparseloco"),
+}  # fmt: skip
+LINK_OF = {name: link for link, names in _ARMS.items() for name in names}
+_AXIS = {
+    "weights": "dp_shard",
+    "tensor": "tp",
+    "gradients": "dp_replicate",
+    "pipeline": "pp",
+    "outer": "dp_replicate",
+}
+_NODES = {
+    "weights": ("weights", "gradients"),
+    "tensor": ("tensor",),
+    "gradients": ("replicas",),
+    "pipeline": ("pipeline",),
+    "outer": ("outer",),
+}
+
+
+def dense_twin(config: Config) -> Config:
+    """Return the configuration with nothing compressed, replicas that agree every step."""
+    kept = replace(config.systems.replicas, optimizer="adamw")
+    if config.systems.replicas.optimizer in ("adams", "scape"):
+        kept = replace(kept, optimizer="adams")
+    systems = Systems(storage=config.systems.storage, replicas=kept)
+    return replace(config, recipe="dense", compress="given", systems=systems)
+
+
+def candidates(config: Config, sizes: Mapping[str, int]) -> dict[str, Config]:
+    """Return arm name -> the dense twin with that arm's systems, for the axes that have ranks.
+
+    Replicas that train apart (outer rounds) change what is learnt in a step; they are offered where
+    the configuration asks for rounds already.
+    """
+    dense, found = dense_twin(config), {}
+    for link, names in _ARMS.items():
+        if sizes[_AXIS[link]] == 1:
+            continue
+        if link == "outer" and config.systems.outer.method == "none":
+            continue
+        for name in names:
+            found[name] = _with_arm(dense, config, link, name)
+    return found
+
+
+def _with_arm(dense: Config, config: Config, link: str, name: str) -> Config:
+    arm = recipe(name)
+    nodes = {node: getattr(arm.systems, node) for node in _NODES[link]}
+    if link == "outer":
+        every = config.systems.outer.sync_every
+        nodes["outer"] = replace(arm.systems.outer, sync_every=every)
+    return replace(dense, recipe=name, systems=replace(dense.systems, **nodes))
+
+
+def joined(config: Config, names: Sequence[str]) -> Config:
+    """Return the dense twin with the systems of several arms, one per link."""
+    made = dense_twin(config)
+    for name in names:
+        made = _with_arm(made, config, LINK_OF[name], name)
+    return replace(made, recipe="+".join(names) or "dense")
+
+
+def to_toml(config: Config) -> str:
+    """Return the settings that differ from the defaults, as TOML that `--config` reads.
+
+    Raises:
+        ConfigError: a value that TOML cannot hold.
+    """
+    lines: list[str] = []
+    _write(asdict(config), asdict(Config()), "", lines)
+    return "\n".join(lines) + "\n"
+
+
+def _write(values: Mapping[str, Any], base: Mapping[str, Any], prefix: str, lines: list[str]
+           ) -> None:  # fmt: skip
+    plain = {k: v for k, v in values.items() if not isinstance(v, dict) and v != base[k]}
+    if plain and prefix:
+        lines += ["", f"[{prefix[:-1]}]"]
+    lines += [f"{key} = {_text(value)}" for key, value in plain.items()]
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _write(value, base[key], f"{prefix}{key}.", lines)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value)  # a TOML basic string where no character is beyond U+FFFF
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_text(v) for v in value) + "]"
+    raise ConfigError(f"a configuration file cannot hold {value!r}")

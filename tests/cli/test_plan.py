@@ -1,0 +1,182 @@
+"""`thinwire plan`: tables, advice, a configuration that trains, and one line for every mistake."""
+
+import json
+
+import pytest
+
+from thinwire import cli
+from thinwire.plan import CodecSpeed, Compute, Group, Links, Speed
+from thinwire.train.parse import load
+from thinwire.train.recipes import recipe
+from thinwire.train.workload import workload
+
+CLUSTER = """
+nodes = 2
+devices_per_node = 1
+prefetch = 0
+[across]
+gbit_per_s = {rate}
+latency_s = 1e-5
+[device]
+tflops = 10.0
+memory_gbyte_per_s = 500.0
+"""
+
+
+@pytest.fixture
+def slow(tmp_path):
+    path = tmp_path / "slow.toml"
+    path.write_text(CLUSTER.format(rate=0.2))
+    return path
+
+
+@pytest.fixture
+def fast(tmp_path):
+    path = tmp_path / "fast.toml"
+    path.write_text(CLUSTER.format(rate=3200.0))
+    return path
+
+
+def links(path, recipe_name="aquavit", axis="dp_shard", **changes):
+    names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
+    group = Group(ranks=((0, 1),), size=2, collectives=dict.fromkeys(names, Speed.ideal(1e-4, 1e7)))
+    speed = CodecSpeed(
+        encode_latency_s=1e-5, encode_s_per_value=1e-9, decode_latency_s=0, decode_s_per_value=1e-9
+    )
+    names = ("aquavit", "static-8bit", "static-6bit", "aquavit-grad4", "zeropp")
+    codecs = {repr(c): speed for n in names for c in workload(recipe(n), 2).codecs()}
+    mesh = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp"), 1) | {axis: 2}
+    values = {
+        "world_size": 2,
+        "mesh": mesh,
+        "groups": {axis: group},
+        "codecs": codecs,
+        "compute": Compute(recipe=recipe_name, step_s=0.05),
+    }
+    Links(**values | changes).write(path)
+    return path
+
+
+def test_a_slow_link_gets_arms_and_a_configuration_that_trains(slow, tmp_path, capsys):
+    written, numbers = tmp_path / "plan.toml", tmp_path / "plan.json"
+    args = ["plan", "dense-fsdp", "--cluster", str(slow), "--write", str(written)]
+    assert cli.main([*args, "--json", str(numbers)]) == 0
+    out = capsys.readouterr().out
+    assert "recommendation: use " in out
+    found = json.loads(numbers.read_text())
+    fastest = found["arms"][0]
+    assert found["recommended"] == [fastest["name"]]
+    assert fastest["pays"]
+    assert fastest["speedup"] > 2
+    parts = fastest["compute_s"] + fastest["encode_s"] + fastest["decode_s"]
+    waits = sum(fastest["exposed_s"].values()) + fastest["bubble_s"]
+    assert parts + waits == pytest.approx(fastest["step_s"])
+    config = load(written)
+    assert config.systems == recipe(fastest["name"]).systems
+    assert config.model == recipe("dense-fsdp").model
+    # The very bytes and no more: training it is what the plan predicted.
+    assert workload(config, 2).sent() == pytest.approx(fastest["sent_bytes"])
+
+
+def test_a_fast_link_stays_dense_and_says_why(fast, tmp_path, capsys):
+    written = tmp_path / "plan.toml"
+    assert cli.main(["plan", "dense-fsdp", "--cluster", str(fast), "--write", str(written)]) == 0
+    out = capsys.readouterr().out
+    assert "recommendation: stay dense" in out
+    assert "aquavit: does not pay" in out
+    assert "coding takes" in out or "the link is fast" in out
+    assert load(written).systems.weights.codec == "dense"
+
+
+def test_break_even_lies_between_a_link_that_pays_and_one_that_does_not(tmp_path):
+    from thinwire.train.plan_command import make_advice
+
+    def arm(rate):
+        path = tmp_path / f"{rate}.toml"
+        path.write_text(CLUSTER.format(rate=rate).replace("1e-5", "0.0"))
+        advice = make_advice(recipe("dense-fsdp"), None, path, arms=["static-6bit"])
+        return advice.arms[0]
+
+    rate = arm(1.0).break_even_bits_per_s / 1e9
+    assert arm(rate).speedup == pytest.approx(1.0, abs=1e-6)
+    assert arm(rate * 1.5).speedup < 1 < arm(rate / 1.5).speedup
+
+
+def test_break_even_with_overlap_is_where_both_take_equally_long(tmp_path):
+    from thinwire.train.plan_command import make_advice
+
+    def arm(rate):
+        path = tmp_path / f"{rate}.toml"
+        path.write_text(CLUSTER.format(rate=rate).replace("prefetch = 0", "prefetch = 1"))
+        return make_advice(recipe("dense-fsdp"), None, path, arms=["static-6bit"]).arms[0]
+
+    overlapped = arm(1.0)
+    rate = overlapped.break_even_bits_per_s / 1e9
+    assert arm(rate).speedup == pytest.approx(1.0, abs=0.01)
+    # Messages that fly beside the computation cost less, so compression pays on slower links only.
+    path = tmp_path / "serial.toml"
+    path.write_text(CLUSTER.format(rate=1.0))
+    serial = make_advice(recipe("dense-fsdp"), None, path, arms=["static-6bit"]).arms[0]
+    assert rate < serial.break_even_bits_per_s / 1e9
+
+
+def test_measured_links_serve_the_plan(tmp_path, capsys):
+    path = links(tmp_path / "links.json")
+    assert cli.main(["plan", "aquavit", "--links", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "aquavit-grad4" in out
+    assert "weights" in out
+
+
+def test_two_links_are_combined(tmp_path):
+    from thinwire.train.plan_command import make_advice
+
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER.format(rate=0.2).replace("nodes = 2", "nodes = 4"))
+    advice = make_advice(recipe("taco-aquavit"), None, path)
+    kinds = {name.split("-")[0] for name in advice.chosen}
+    assert len(advice.chosen) == 2
+    assert "taco" in kinds
+    assert advice.best.step_s < min(arm.prediction.step_s for arm in advice.arms)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "give --links FILE"),
+        (["--links", "none.json"], "does not exist"),
+        (["--cluster", "none.toml"], "does not exist"),
+        (["--cluster", "SLOW", "--nproc", "3", "--data.batch-seqs", "12"], "3 ranks"),
+        (["--cluster", "SLOW", "--arms", "taco"], "compresses link tensor"),
+        (["--cluster", "SLOW", "--arms", "tako"], "did you mean 'taco'"),
+        (["--cluster", "SLOW", "--model.dmi", "3"], "unknown setting"),
+        (["--cluster", "SLOW", "--step-s", "1"], "--step-s goes with --links"),
+        (["--links", "PARTIAL"], "probe again"),
+        (["--links", "CUT"], "probe again"),
+        (["--links", "OTHER"], "probed with mesh.dp_shard 1, the plan has 2"),
+        (["--links", "BARE"], "no speed of"),
+        (["--links", "GOOD", "--step-s", "0"], "must be above 0"),
+        (["--links", "GOOD", "--model.num-experts", "4"], "covers dense models"),
+    ],
+)
+def test_mistakes_are_one_line(words, says, slow, tmp_path, capsys):
+    good = links(tmp_path / "good.json")
+    values = json.loads(good.read_text())
+    partial = tmp_path / "partial.json"
+    partial.write_text(json.dumps({k: v for k, v in values.items() if k != "groups"}))
+    cut = tmp_path / "cut.json"
+    cut.write_text(good.read_text()[:200])
+    files = {
+        "SLOW": slow,
+        "GOOD": good,
+        "PARTIAL": partial,
+        "CUT": cut,
+        "OTHER": links(tmp_path / "other.json", axis="tp"),
+        "BARE": links(tmp_path / "bare.json", codecs={}),
+    }
+    args = [str(files.get(word, word)) for word in words]
+    assert cli.main(["plan", "dense-fsdp", *args]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert error.startswith("thinwire: ")

@@ -1,0 +1,111 @@
+"""Which arms compress "auto" weighs, and how real steps calibrate what is predicted."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.choose_cases import DENSE, links_of
+from thinwire.errors import ConfigError
+from thinwire.plan import Compute
+from thinwire.testing.ranks import run_ranks
+from thinwire.train.auto import arms_of, calibrated_s
+from thinwire.train.config import Auto, Config, Outer, Replicas, Storage, Systems
+from thinwire.train.parse import load, to_dict
+from thinwire.train.recipes import recipe
+from thinwire.train.saved import as_chosen
+
+SIZES = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
+AUTO = Config(compress="auto")
+
+
+def arms(config=AUTO, **sizes):
+    return arms_of(config, SIZES | sizes)
+
+
+def test_links_of_several_axes_are_compressed_alone_and_together():
+    dense, found = arms(dp_shard=2, tp=2)
+    assert dense == Config()
+    sharded = ["static-8bit", "aquavit", "aquavit-grad4", "zeropp"]
+    assert set(found) == {*sharded, "taco", *(f"{name}+taco" for name in sharded)}
+    both = found["zeropp+taco"].systems
+    assert both.weights == recipe("zeropp").systems.weights
+    assert both.gradients == recipe("zeropp").systems.gradients
+    assert both.tensor == recipe("taco").systems.tensor
+    assert all(arm.compress == "given" for arm in found.values())
+
+
+def test_what_is_no_link_stays_in_every_arm():
+    systems = Systems(storage=Storage(fmt="int8"), replicas=Replicas(optimizer="adams"))
+    dense, found = arms(replace(AUTO, systems=systems), dp_shard=2)
+    assert dense.systems == systems
+    assert all(arm.systems.storage.fmt == "int8" for arm in found.values())
+    assert all(arm.systems.replicas.optimizer == "adams" for arm in found.values())
+
+
+def test_replicas_that_train_apart_are_not_asked_to_agree_each_step():
+    systems = Systems(outer=Outer(method="sparseloco"))
+    dense, found = arms(replace(AUTO, systems=systems), dp_replicate=2)
+    assert (dense.systems, found) == (systems, {})
+
+
+def test_given_compression_is_one_arm_beside_dense():
+    given = recipe("scape-99").systems
+    dense, found = arms(replace(AUTO, systems=given), dp_replicate=2)
+    assert dense.systems == Systems()
+    assert list(found) == ["scape-90", "as given"]
+    assert found["as given"].systems == given
+
+
+def test_arms_by_name():
+    _, found = arms(replace(AUTO, auto=Auto(arms=" static-4bit, taco+zeropp ")), dp_shard=2, tp=2)
+    assert list(found) == ["static-4bit", "taco+zeropp"]
+    with pytest.raises(ConfigError, match="unknown recipe 'tacoo': did you mean 'taco'"):
+        arms(replace(AUTO, auto=Auto(arms="tacoo")))
+
+
+@pytest.mark.parametrize("settings", [{"seconds": 0.0}, {"margin": -0.1}, {"seconds": -1.0}])
+def test_bad_settings(settings):
+    with pytest.raises(ConfigError, match="auto: seconds must be above 0 and margin at least 0"):
+        Auto(**settings)
+
+
+def test_a_configuration_file_may_say_auto(tmp_path):
+    (tmp_path / "run.toml").write_text('compress = "auto"\n[auto]\nseconds = 3\narms = "aquavit"\n')
+    config = load(tmp_path / "run.toml")
+    assert (config.compress, config.auto) == ("auto", Auto(seconds=3.0, arms="aquavit"))
+    assert recipe("auto").compress == "auto"
+
+
+def test_a_resumed_run_takes_the_systems_of_its_checkpoint():
+    chosen = replace(Config(), systems=recipe("zeropp").systems)
+    assert as_chosen(AUTO, to_dict(chosen)) == chosen
+    assert as_chosen(Config(), to_dict(chosen)) == Config()
+
+
+def test_real_steps_say_what_computation_costs():
+    """The probe found 10 ms of computation; steps take 40 ms, and 1 ms of messages is expected."""
+    links = replace(links_of(1e10), compute=Compute(recipe="job", step_s=0.01))
+    built = []
+
+    def work(rank):
+        def build():
+            built.append(rank)
+            # The slowest rank counts.
+            return lambda: time.sleep(0.04 if rank else 0.02)
+
+        return calibrated_s(links, DENSE, build, 1.0)
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert 0.03 < first < 0.06
+    assert sorted(built) == [0, 1]
+
+
+def test_on_slow_links_no_real_step_is_taken():
+    links = replace(links_of(1e6), compute=Compute(recipe="job", step_s=0.01))
+
+    def work(rank):
+        return calibrated_s(links, DENSE, lambda: pytest.fail("a step would take 24 s"), 10.0)
+
+    assert run_ranks(2, work) == [0.01, 0.01]
