@@ -66,6 +66,13 @@ def test_held_out_sequences_are_counted_once(ranks):
     assert seen == [0, T, 2 * T, 3 * T, 4 * T]
 
 
+def test_padding_of_one_row_overwrites_no_token():
+    """A rank without a held-out sequence of its own gets one row, whose targets alone change."""
+    x_BT, y_BT, _ = held_out_batch(corpus(), T, 2, 3, 4)
+    assert (x_BT >= 0).all()
+    assert (y_BT == IGNORED).all()
+
+
 @pytest.mark.parametrize("part", ["train", "held_out"])
 def test_too_short_text_is_refused(part):
     with pytest.raises(DataError, match=rf"has {T} bytes, one sequence needs {T + 1}"):

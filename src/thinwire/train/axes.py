@@ -154,10 +154,19 @@ def _check_boundaries(config: Config, sizes: dict[str, int]) -> None:
             "systems.pipeline compresses what crosses between stages, but mesh.pp is 1: set "
             "mesh.pp to 2 or more, or systems.pipeline.mode none"
         )
-    if sizes["dp_shard"] > 1 or config.compute.sequence_parallel:
+    if config.compute.sequence_parallel:
         raise ConfigError(
-            "systems.pipeline needs whole output matrices and activations on each rank of a stage: "
-            "set mesh.dp_shard 1 (dp_replicate may take the ranks) and no compute.sequence_parallel"
+            "systems.pipeline sends whole activations from each rank of a stage: leave out "
+            "compute.sequence_parallel"
+        )
+    model, cut = config.model, sizes["dp_shard"] * sizes["tp"]
+    if cfg.mode == "constrained" and sizes["dp_shard"] > 1 and (
+        model.dim % cut or model.hidden_dim % cut
+    ):  # fmt: skip
+        raise ConfigError(
+            f"systems.pipeline.mode constrained shards output matrices by columns: mesh.dp_shard x "
+            f"mesh.tp = {cut} must divide model.dim {model.dim} and model.hidden_dim "
+            f"{model.hidden_dim} (mode lossy does not need it)"
         )
     if cfg.rank > config.model.dim:
         raise ConfigError(

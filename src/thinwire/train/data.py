@@ -104,4 +104,5 @@ def bits_per_byte(loss_nats: float) -> float:
 def _cut(tokens: np.ndarray, starts: list[int], seq_len_tokens: int) -> tuple[Tensor, Tensor]:
     rows = np.stack([tokens[s : s + seq_len_tokens + 1] for s in starts]).astype(np.int64)
     x_BT = torch.from_numpy(rows)
-    return x_BT[:, :-1].contiguous(), x_BT[:, 1:].contiguous()
+    # Copies, also of a single row, whose slices are contiguous: targets are overwritten later.
+    return x_BT[:, :-1].clone(), x_BT[:, 1:].clone()
