@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.errors import DataError
-from thinwire.train.sources import Corpus
+from thinwire.train.sources import Corpus, check_sizes
 
 __all__ = ["IGNORED", "TrainBatches", "bits_per_byte", "held_out_batch"]
 
@@ -43,12 +42,8 @@ class TrainBatches:
     _order: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64), init=False)
 
     def __post_init__(self) -> None:
-        for name, tokens in (("", self.corpus.train), ("held-out part of ", self.corpus.held_out)):
-            if tokens.size < self.seq_len_tokens + 1:
-                raise DataError(
-                    f"{name}data source {self.corpus.name!r} has {tokens.size} bytes, one sequence "
-                    f"needs {self.seq_len_tokens + 1}: give more text or lower data.seq_len_tokens"
-                )
+        train, held_out = self.corpus.train.size, self.corpus.held_out.size
+        check_sizes(self.corpus.name, train, held_out, self.seq_len_tokens)
 
     @property
     def num_sequences(self) -> int:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from thinwire import comm, eco, taco
 from thinwire.comm import Ledger
 from thinwire.scape import Scape
+from thinwire.train.agreement import load_alike
 from thinwire.train.boundaries import Boundaries
 from thinwire.train.checkpoint import Checkpointer
 from thinwire.train.config import Config
@@ -42,8 +43,7 @@ from thinwire.train.outer import MixedSystem, OuterSystem, attach_outer
 from thinwire.train.parse import config_hash, to_dict
 from thinwire.train.passes import Pass, make_pass
 from thinwire.train.replicas import Sync, make_replicas
-from thinwire.train.saved import newest_checkpoint, refuse_to_mix
-from thinwire.train.sources import load_corpus
+from thinwire.train.saved import lost_steps, newest_checkpoint, refuse_to_mix
 from thinwire.train.systems import System, attach_systems, full_precision, layer_errors
 from thinwire.train.watchdog import Watchdog
 
@@ -121,8 +121,8 @@ class Trainer:
         Raises:
             ConfigError, DataError: on every rank alike.
         """
+        corpus = load_alike(config)
         layout = make_layout(config, device)
-        corpus = load_corpus(config.data.source)
         data = config.data
         batches = TrainBatches(corpus, data.seq_len_tokens, data.batch_seqs, config.seed)
         ledger = Ledger(timing=config.timing)
@@ -166,6 +166,9 @@ class Trainer:
             CheckpointError: unreadable or of another configuration.
         """
         meta = self.checkpointer.load(newest_checkpoint(path))
+        lost = lost_steps(meta, self.config, self.layout.sizes["dp_replicate"])
+        if lost and dist.get_rank() == 0:
+            sys.stdout.write(f"{lost}\n")
         self.step, self.batches.position = meta["step"], meta["position"]
         self.wall_s = meta["wall_s"]
         # Another number of ranks has no ledger of its own to continue: ranks beyond take turns.
