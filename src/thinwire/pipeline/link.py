@@ -226,7 +226,7 @@ class Link:
         judged = shares[:, -1]
         worst = shares[:, 0].max().item()
         strict = self.mode == "constrained" if strict is None else strict
-        if strict and not judged.max().item() <= HEALTH_LIMIT:
+        if strict and (not judged.max().item() <= HEALTH_LIMIT or not worst < float("inf")):
             rank, what = int(judged.argmax()), "output matrices" if self.noisy else "activations"
             raise ContractError(
                 f"a share {judged.max().item():.2g} of the {what} of rank {rank} lies off the "

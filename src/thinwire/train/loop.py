@@ -76,7 +76,8 @@ def train(
     else:
         refuse_to_mix(Path(config.out))
     run = trainer.run(progress)
-    trainer.ledger.check()
+    if not trainer.awaits_round:
+        trainer.ledger.check()
     return run
 
 
@@ -258,6 +259,11 @@ class Trainer:
         for system in self.systems.values():
             record |= system.metrics()
         return record
+
+    @property
+    def awaits_round(self) -> bool:
+        """Return whether replicas that train apart were stopped before the first round ended."""
+        return self._outer is not None and self._outer.loop.last is None
 
     @property
     def _outer(self) -> OuterSystem | None:
