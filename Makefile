@@ -10,7 +10,7 @@ TEST_ENV := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-.PHONY: train test check format clean
+.PHONY: train test check docs format clean
 train: .venv/.ready
 	$(BIN)/thinwire train --nproc 2 --out runs/train
 
@@ -23,9 +23,13 @@ check: .venv/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Fails on a warning, and on a public name that no page describes.
+docs: .venv/.ready
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+
 format: .venv/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist runs
+	rm -rf .venv build dist runs docs/_build

@@ -90,9 +90,12 @@ def test_limits(changes, verdict):
         (["codecs", "--codecs", "block9"], "unknown codec 'block9': did you mean 'block"),
         (["codecs", "--rounds", "0"], "--rounds must be at least 1"),
         (["codecs", "--json", "/nowhere/at/all.json"], "the folder does not exist"),
+        (["codecs", "--dtypes", "fp8"], "invalid choice: 'fp8'"),
+        (["codecs", "--peers"], "--peers: nopackage not installed"),
     ],
 )
-def test_errors_are_one_line(capsys, args, message):
+def test_errors_are_one_line(capsys, monkeypatch, args, message):
+    monkeypatch.setattr(bench, "PEER_PACKAGES", ("json", "nopackage"))
     status, out, err = run(capsys, *args)
     assert (status, out) == (2, "")
     assert message in err

@@ -115,6 +115,7 @@ def test_another_user_is_told_in_one_line(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ([], "the following arguments are required: --rate"),
         (["--rate", "1gbit,1gbit,1gbit"], "3 rates for --nproc 2 ranks"),
         (["--rate", "1gbit", "--nproc", "1"], "--nproc must be at least 2"),
         (["--rate", "1gbit", "--compute-scale", "0.5"], "--compute-scale must be at least 1"),

@@ -62,6 +62,9 @@ def config(root, out, replicas, steps=6, **more):
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("scape")
     cases = [{"config": config(root, n, r), "resume": None} for n, r in OPTIMIZERS.items()]
+    wide = {"optimizer": "powersgd-ddp"}
+    wide = config(root, "wide", wide, model=MODEL | {"hidden_dim": 1024})
+    cases.append({"config": wide, "resume": None})
     for name in RESUMED:
         cut = config(root, f"{name}-cut", OPTIMIZERS[name])
         cases.append({"config": cut | {"stop_after": 3}, "resume": None})
@@ -113,6 +116,13 @@ def test_sparse_steps_send_less(root):
     assert ledger(root, "scape")["gradients"]["compressed_ratio"] > 15
     run = json.loads((Path(root) / "offload" / "run.json").read_text())
     assert run["memory"]["host_bytes"] > 0
+
+
+def test_torchs_powersgd_hook_gets_one_bucket(root):
+    """DDP's first bucket ends at 1 MiB; chained all-reduces of two could cross between ranks."""
+    run = json.loads((Path(root) / "wide" / "run.json").read_text())
+    assert 4 * run["memory"]["params"] > 2**20
+    assert run["ledger"]["gradients"]["calls"] == 6
 
 
 @pytest.mark.parametrize(("name", "twin"), [("overlap", "no overlap"), ("offload", "scape")])

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from thinwire import comm
 from thinwire.comm import Ledger
+from thinwire.eco.panels import step_in_panels_
 from thinwire.eco.placement import Piece, find_piece, local_like, plain
 from thinwire.eco.rounding import fused_step_, magnitudes
 from thinwire.eco.state import StateForm
@@ -222,8 +223,13 @@ class EcoOptimizer(Optimizer):
         rounding_key = key if self.rounding == "sr" else None
         if self._fusible(quantized, h):
             g = plain(slot.param.grad).contiguous()  # type: ignore[arg-type]
-            moments = [plain(state[form.key]) for form in self.forms]
-            left = fused_step_(quantized, g, moments, h, slot.piece, rounding_key, magnitude_S)
+            args = h, slot.piece, rounding_key, magnitude_S
+            if self.forms[0].dtype == "8bit" and g.numel():
+                names = slot.name, rounding_key.run_key if rounding_key else 0
+                left = step_in_panels_(quantized, g, self.forms, state, names, *args)
+            else:
+                moments = [plain(state[form.key]) for form in self.forms]
+                left = fused_step_(quantized, g, moments, *args)
         else:
             left = self._plain_rule(slot, quantized, h, rounding_key, magnitude_S)
         if left:
@@ -232,8 +238,7 @@ class EcoOptimizer(Optimizer):
     def _fusible(self, quantized: QuantizedTensor, h: Step) -> bool:
         """Return whether the one-pass kernel covers this arm and format."""
         plain_arm = quantized.master is None and not self.kahan and h.lr != 0.0
-        known = all(form.dtype != "8bit" for form in self.forms) and not self.keeps_errors
-        return plain_arm and known and quantized.stored.format.has_scales
+        return plain_arm and not self.keeps_errors and quantized.stored.format.has_scales
 
     def _plain_rule(
         self, slot: _Slot, quantized: QuantizedTensor, h: Step, key: RandomKey | None,

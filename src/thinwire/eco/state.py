@@ -11,7 +11,7 @@ Reference: block-wise state after Dettmers et al., "8-bit Optimizers via Block-w
 arXiv 2110.02861 (its code table is another).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ __all__ = ["STATE_DTYPES", "StateForm"]
 STATE_DTYPES = ("fp32", "bf16", "8bit")
 COLUMNS = 256
 _SCALE = "_scale"
+_ALL = slice(None)
 _EIGHT_BITS = kernel.Quantizer("fp8_e4m3", COLUMNS)
 
 
@@ -62,16 +63,17 @@ class StateForm:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[self.dtype]
         state[self.key] = local_like(param, torch.zeros(shape, dtype=dtype, device=device))
 
-    def read(self, state: dict[str, Any], piece: Piece) -> Tensor:
-        """Return the fp32 matrix [R, C]."""
-        x = plain(state[self.key]).view(piece.rows, piece.columns)
-        if self.dtype != "8bit":
+    def read(self, state: dict[str, Any], piece: Piece, rows: slice = _ALL) -> Tensor:
+        """Return these rows of the matrix as fp32 [R, C]."""
+        x = plain(state[self.key]).view(piece.rows, piece.columns)[rows]
+        if self.dtype != "8bit" or not x.numel():
             return x.to(torch.float32)
-        scales = plain(state[self.key + _SCALE])
-        if not x.numel():
-            return x.to(torch.float32)
-        value = kernel.dequantize(x, scales.view(-1), piece.columns, _EIGHT_BITS)
-        return value.square() if self.is_square else value
+        scales = self._scales(state, piece)[rows].reshape(-1)
+        value = kernel.dequantize(x, scales, piece.columns, _EIGHT_BITS)
+        return value.square_() if self.is_square else value
+
+    def _scales(self, state: dict[str, Any], piece: Piece) -> Tensor:
+        return plain(state[self.key + _SCALE]).view(piece.rows, -1)
 
     def write(
         self,
@@ -81,9 +83,10 @@ class StateForm:
         name: str,
         run_key: int,
         step: int,
+        rows: slice = _ALL,
     ) -> None:
-        """Replace the state's content."""
-        x = plain(state[self.key]).view(piece.rows, piece.columns)
+        """Replace the content of these rows."""
+        x = plain(state[self.key]).view(piece.rows, piece.columns)[rows]
         if self.dtype != "8bit":
             x.copy_(value_RC)
             return
@@ -92,8 +95,10 @@ class StateForm:
         if not x.numel():
             return
         key = piece.key(run_key, tensor_id(f"{name}/{self.key}"), step)
+        key = replace(key, offset=key.offset + (rows.start or 0) * piece.full_columns)
         codes, scales = kernel.quantize(value_RC, _EIGHT_BITS, key, row_stride=piece.full_columns)
         if self.is_square:
             codes = torch.where((codes == 0) & (value_RC > 0), torch.ones_like(codes), codes)
         x.copy_(codes)
-        plain(state[self.key + _SCALE]).view(-1).copy_(scales)
+        own = self._scales(state, piece)[rows]
+        own.copy_(scales.view(own.shape))

@@ -6,6 +6,7 @@
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ import torch
 from thinwire.errors import ConfigError, RunError
 from thinwire.lab.bench_cases import CODECS, STEPS, Call, Case, codec_cases, step_cases
 from thinwire.lab.bench_peers import PEER_PACKAGES, peer_calls
+from thinwire.train.arguments import Arguments
 from thinwire.train.metrics import versions
 from thinwire.train.parse import near
 
@@ -176,10 +178,8 @@ def _line(row: dict[str, Any]) -> str:
     ).rstrip()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="thinwire bench", description=(__doc__ or "").splitlines()[0]
-    )
+def _parser() -> Arguments:
+    parser = Arguments(prog="thinwire bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["codecs"])
     names = [*CODECS, *STEPS]
     parser.add_argument("--codecs", nargs="+", default=names, metavar="NAME", help=", ".join(names))
@@ -200,6 +200,12 @@ def _check(given: argparse.Namespace) -> None:
     for flag in ("threads", "rounds", "slow_rounds"):
         if getattr(given, flag) < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1")
+    missing = [p for p in PEER_PACKAGES if importlib.util.find_spec(p) is None]
+    if given.peers and missing:
+        raise ConfigError(
+            f"--peers: {' and '.join(missing)} not installed: pip install thinwire[peers], "
+            "or leave --peers out"
+        )
     if given.json and not Path(given.json).parent.is_dir():
         raise ConfigError(f"--json {given.json}: the folder does not exist")
 

@@ -1,7 +1,6 @@
-"""The same job by other packages, where they are installed (`pip install thinwire[peers]`)."""
+"""The same job by other packages (`pip install thinwire[peers]`)."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -49,11 +48,7 @@ PEER_PACKAGES = tuple(_MAKERS)
 
 
 def peer_calls(codec: str, x: Tensor) -> dict[str, tuple[Call, Call]]:
-    """Return (encode, decode) of x by each installed peer that does what `codec` does."""
+    """Return (encode, decode) of x by each peer that does what `codec` does."""
     if codec not in PEERS:
         return {}
-    return {
-        name: make(x, PEERS[codec])
-        for name, make in _MAKERS.items()
-        if importlib.util.find_spec(name) is not None
-    }
+    return {name: make(x, PEERS[codec]) for name, make in _MAKERS.items()}

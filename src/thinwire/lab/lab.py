@@ -25,6 +25,7 @@ from typing import Any
 from thinwire.errors import ConfigError, RunError
 from thinwire.lab.arms import Arm, arm_config, parse_arm, parse_settings
 from thinwire.lab.links import INTERFACE, parse_rate, shaped_links
+from thinwire.train.arguments import Arguments
 from thinwire.train.axes import check_ranks
 from thinwire.train.config import Config
 from thinwire.train.launch import Place, launch
@@ -202,8 +203,8 @@ def _legend(plan: Plan) -> str:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Arguments:
+    parser = Arguments(
         prog="thinwire lab",
         description="Train arms in turn over shaped links; needs root and Debian's iproute2.",
     )

@@ -8,9 +8,10 @@ Arms take turns, so that a machine that slows down slows all of them.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from thinwire.errors import ConfigError
 from thinwire.train.loop import Trainer
 from thinwire.train.parse import from_dict
 
-__all__ = ["measure", "sent_bytes"]
+__all__ = ["Trains", "measure", "sent_bytes", "take_turns"]
 
 
 def sent_bytes(interface: str) -> int:
@@ -51,6 +52,19 @@ def measure(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
         # Arms begin with the same weights and see the same batches.
         torch.manual_seed(config.seed)
         trainers.append(Trainer.build(replace(config, timing=False), torch.device("cpu")))
+    return take_turns(trainers, payload)
+
+
+class Trains(Protocol):
+    """What has steps to measure."""
+
+    def train_step(self) -> dict[str, Any]:
+        """Do one step; `wire` in the answer has the booked bytes by link."""
+        ...
+
+
+def take_turns(trainers: Sequence[Trains], payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Train in rounds; arguments and answer as for `measure`."""
     for trainer in trainers:
         for _ in range(payload["warmup"]):
             trainer.train_step()
@@ -61,7 +75,7 @@ def measure(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return found
 
 
-def _round(trainer: Trainer, payload: dict[str, Any]) -> dict[str, Any]:
+def _round(trainer: Trains, payload: dict[str, Any]) -> dict[str, Any]:
     interface, pad_s = payload["interface"], payload["pad_s"]
     dist.barrier()
     before, step_s, booked = sent_bytes(interface), [], 0

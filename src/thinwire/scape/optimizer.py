@@ -25,7 +25,7 @@ class Scape(SparseOptimizer):
     Give it a plain module's parameters (no DDP), or those of a module that FSDP2 or tensor
     parallelism splits inside a replica; each rank calls backward on its own data, then `step`.
 
-    With m the first moment, r this worker's residual, g its gradient, M the mask of this step:
+    With m the first moment, r this worker's residual, g its gradient, M the mask of this step::
 
         on M:   p = mean over workers of (b1*m + (1-b1)*g + r)          # the only value message
                 g^ = (p - b1*m)/(1-b1);  v = b2*m^2 + (1-b2)*g^^2;  m = p;  r = 0

@@ -30,6 +30,7 @@ __all__ = ["OwnSync", "ReplicaPart", "ReplicaSystem", "Sync", "inner_group", "ma
 _BASELINES = ("dgc", "demo", "powersgd")
 # Torch's hook sends dense gradients until then (2 at least, with its error feedback).
 _POWERSGD_START = 2
+_ONE_BUCKET_MB = 1 << 20
 
 
 class OwnSync:
@@ -219,7 +220,11 @@ def _ddp(config: Config, layout: Layout, model: nn.Module, ledger: Ledger) -> Re
 
     cfg = config.systems.replicas
     group = layout.group("dp_replicate")
-    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
+    # One bucket: with more, the hook's chained all-reduces may start in another order on another
+    # rank, and gloo, which matches messages by order, aborts the process.
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=_ONE_BUCKET_MB
+    )
     state = powersgd.PowerSGDState(
         group, matrix_approximation_rank=cfg.rank, start_powerSGD_iter=_POWERSGD_START
     )

@@ -1,0 +1,1 @@
+"""Other libraries beside thinwire: same model, batches, seeds and links."""

@@ -1,0 +1,185 @@
+"""Peers and recipes side by side: held-out loss over seeds, and step time over shaped links.
+
+    python -m benchmarks.peers loss --steps 300 --seeds 5 --out runs/peers
+    python -m benchmarks.peers speed --rate 200mbit --out runs/peers
+
+Peers come with `pip install thinwire[peers]`; an arm whose package is missing is named and left
+out. Bytes are the interface's own counters, so a peer's bytes are counted by us. The first arm is
+the reference. Finished losses are kept: a second call goes on.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.methods import PEERS
+from thinwire.errors import ThinwireError
+from thinwire.lab.links import INTERFACE, parse_rate, shaped_links
+from thinwire.lab.statistics import paired
+from thinwire.train.launch import Place, launch
+from thinwire.train.metrics import versions
+from thinwire.train.parse import config_from_args, to_dict
+from thinwire.train.recipes import recipe
+
+OURS = (
+    "dense-ddp",
+    "bf16-fsdp",
+    "aquavit",
+    "aquavit-keep-wire",
+    "aquavit-grad4",
+    "scape-90",
+    "scape-99",
+    "powersgd",
+    "bf16-sr",
+    "eco-fp8-sr",
+    "diloco",
+    "sparseloco",
+)
+ARMS = (*PEERS, *OURS)
+EVERY = 15  # inner steps of an outer round, in all recipes that have them
+LOSS = (
+    "--data.seq-len-tokens", "64", "--data.batch-seqs", "8", "--model.hidden-dim", "512",
+    "--optim.lr", "1e-3", "--evaluation.num-seqs", "512", "--compute.threads", "1",
+)  # fmt: skip
+SPEED = (
+    "--model.dim", "512", "--model.hidden-dim", "2048", "--data.seq-len-tokens", "32",
+    "--data.batch-seqs", "4", "--compute.threads", "1",
+)  # fmt: skip
+
+
+def config_of(name: str, words: list[str]) -> dict[str, Any]:
+    """Return an arm's whole configuration; a peer takes the dense recipe's."""
+    return to_dict(config_from_args(words, recipe("diloco" if name in PEERS else name)))
+
+
+def run_losses(given: argparse.Namespace) -> dict[str, Any]:
+    path = given.out / "losses.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"losses": {}}
+    for seed in range(given.seeds):
+        for name in given.arms:
+            key = f"{name}/steps{given.steps}/seed{seed}"
+            if key in found["losses"]:
+                continue
+            words = [*LOSS, "--steps", str(given.steps), "--seed", str(seed)]
+            words += ["--data.source", given.data, "--out", str(given.out / "scratch")]
+            payload = {"arms": [(name, config_of(name, words))], "threads": 1}
+            try:
+                loss = launch(given.nproc, "benchmarks.peers.training:losses", payload)[0][0]
+            except ThinwireError as error:
+                print(f"{key}: {str(error).splitlines()[-1]}", flush=True)
+                continue
+            found["losses"][key] = loss
+            print(f"{key}: {loss:.4f}", flush=True)
+            save(path, found | about(given))
+    print(loss_table(found["losses"], given))
+    return found
+
+
+def loss_table(losses: dict[str, float], given: argparse.Namespace) -> str:
+    """Return mean, and paired difference to the first arm with its 95 % interval."""
+    by_arm = {
+        name: {
+            s: losses[key]
+            for s in range(given.seeds)
+            if (key := f"{name}/steps{given.steps}/seed{s}") in losses
+        }
+        for name in given.arms
+    }
+    first = by_arm[given.arms[0]]
+    lines = [f"{'arm':<22}{'seeds':>6}{'loss':>9}{'to first':>10}{'95 % interval':>20}"]
+    for name, values in by_arm.items():
+        if not values:
+            continue
+        line = f"{name:<22}{len(values):>6}{statistics.fmean(values.values()):>9.4f}"
+        common = sorted(set(values) & set(first))
+        if name != given.arms[0] and len(common) > 1:
+            pair = paired([values[s] for s in common], [first[s] for s in common], margin=0.01)
+            line += f"{pair.mean:>+10.4f}{pair.low:>+10.4f}{pair.high:>+10.4f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def run_speeds(given: argparse.Namespace) -> dict[str, Any]:
+    rate = parse_rate(given.rate)
+    rows: dict[str, Any] = {}
+    for name in given.arms[1:]:
+        # A turn of a method with outer rounds holds one whole round of them.
+        every = EVERY if "loco" in name else 0
+        warmup, steps = max(3, every), every or given.round_steps
+        words = [*SPEED, "--steps", str(warmup + given.rounds * steps)]
+        words += ["--data.source", "synthetic", "--out", str(given.out / "scratch")]
+        payload = {
+            "arms": [(n, config_of(n, words)) for n in (given.arms[0], name)],
+            "interface": INTERFACE, "warmup": warmup, "rounds": given.rounds, "steps": steps,
+            "threads": 1, "pad_s": 0.0,
+        }  # fmt: skip
+        try:
+            with shaped_links([rate] * given.nproc) as links:
+                places = [
+                    Place(tuple(links.prefix(r)), links.environment) for r in range(given.nproc)
+                ]
+                ranks = launch(given.nproc, "benchmarks.peers.training:speeds", payload, places)
+        except ThinwireError as error:
+            print(f"{name}: {str(error).splitlines()[-1]}", flush=True)
+            continue
+        rows[name] = row(ranks, given.nproc)
+        r = rows[name]
+        print(
+            f"{name:<22}{r['step_s']:8.3f} s, {r['first_step_s']:8.3f} s for {given.arms[0]}: "
+            f"{r['speedup']:5.2f}x, {r['bytes'] / 1e6:8.3f} MB per rank and step",
+            flush=True,
+        )
+        found = {"speeds": rows, "rate_bits_per_s": rate} | about(given)
+        save(given.out / "speeds.json", found)
+    return rows
+
+
+def row(ranks: list[Any], nproc: int) -> dict[str, float]:
+    """Return mean step time (over rounds, the slowest rank's), speed-up and interface bytes.
+
+    Means, not medians: a method that syncs every H steps pays in one of them.
+    """
+    step_s = [
+        max(statistics.fmean(s for r in rank[arm] for s in r["step_s"]) for rank in ranks)
+        for arm in (0, 1)
+    ]
+    steps = sum(len(r["step_s"]) for r in ranks[0][1])
+    sent = sum(r["interface_bytes"] for rank in ranks for r in rank[1]) / nproc
+    return {
+        "step_s": step_s[1], "first_step_s": step_s[0], "speedup": step_s[0] / step_s[1],
+        "bytes": sent / steps,
+    }  # fmt: skip
+
+
+def about(given: argparse.Namespace) -> dict[str, Any]:
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(given).items()}
+    return {"settings": settings, "versions": versions()}
+
+
+def save(path: Path, value: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=1) + "\n")
+    part.rename(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("loss", "speed"))
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=300, help="of a loss run")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--data", default="sotu")
+    parser.add_argument("--rate", default="200mbit")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-steps", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/peers"))
+    given = parser.parse_args()
+    {"loss": run_losses, "speed": run_speeds}[given.what](given)
+
+
+if __name__ == "__main__":
+    main()
