@@ -36,7 +36,7 @@ usage: thinwire COMMAND ...
   simulate [RECIPE] --cluster FILE
                      step time, scaling and hours from 2 to 10,000 ranks, and over link speeds
   export DIR         write a run's newest checkpoint as one dense safetensors file
-  recipes            list the recipes
+  recipes            list the recipes; --support: which methods go together
   env                versions, devices and extras
 
 `thinwire COMMAND --help` says more.
@@ -82,6 +82,7 @@ def _status(error: ThinwireError) -> int:
 
 def _train(args: list[str]) -> int:
     from thinwire.train.axes import check_ranks
+    from thinwire.train.checks import check_surroundings
     from thinwire.train.launch import launch
     from thinwire.train.parse import config_from_args, to_dict
     from thinwire.train.recipes import DEFAULT
@@ -117,6 +118,7 @@ def _train(args: list[str]) -> int:
         raise ConfigError("--nproc starts local ranks itself: leave it out under torchrun")
     ranks = _positive(os.environ["WORLD_SIZE"] if under_torchrun else nproc or "1", "--nproc")
     check_ranks(config, ranks)
+    check_surroundings(config)
     payload = {
         "config": to_dict(config),
         "resume": where,
@@ -199,6 +201,13 @@ def _print_result(run: dict[str, Any]) -> None:
 def _recipes(args: list[str]) -> int:
     from thinwire.train.recipes import DEFAULT, RECIPES
 
+    if args == ["--support"]:
+        from thinwire.train.support_page import support_page
+
+        print(support_page(), end="")
+        return 0
+    if args:
+        raise ConfigError(f"thinwire recipes takes --support alone, got {' '.join(args)!r}")
     for name, make in RECIPES.items():
         mark = "  (default)" if name == DEFAULT else ""
         print(f"{name:<20}{(make.__doc__ or '').splitlines()[0]}{mark}")

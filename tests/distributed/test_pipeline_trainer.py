@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import ConfigError
-from thinwire.train.axes import check_layout, resolve_axes
+from thinwire.train.axes import check_ranks
 from thinwire.train.launch import launch
 from thinwire.train.parse import from_dict
 
@@ -54,10 +54,19 @@ FOUR = {
     "four stages": pipeline() | {"mesh": {"pp": 4, "dp_shard": 1},
                                  "data": BASE["data"] | {"micro_batches": 4}},
     "sharded": pipeline() | {"mesh": {"pp": 2, "dp_shard": 2}},
+    "dense sharded": {"mesh": {"pp": 2, "dp_shard": 2}},
+    "rounded": {
+        "systems": {
+            "pipeline": SPACE,
+            "weights": {"codec": "aquavit", "min_shard_numel": 64},
+            "gradients": {"codec": "int8"},
+        },
+        "mesh": {"pp": 2, "dp_shard": 2},
+    },
 }  # fmt: skip
 
 
-REFUSED = ("sharded", "full rank fp32")
+REFUSED = ("full rank fp32",)
 
 
 def configs(cases, root):
@@ -101,7 +110,7 @@ def test_runs_train(results, root, name):
     assert "error" not in got, got
     first, last = got["steps"][0], got["steps"][-1]
     assert last[0] < first[0]
-    if name not in ("dense", "full rank"):
+    if "dense" not in name and name not in ("full rank", "rounded"):
         limit = 1.0 if "lossy" in name else 1e-2
         assert all(m["boundary_off"] < limit for m in metrics(root, name))
         assert ("lossy" in name) == (metrics(root, name)[-1]["boundary_off"] > 1e-2)
@@ -132,7 +141,7 @@ def test_a_boundary_that_does_not_shrink_is_an_error(results):
     assert "was to be compressed by more than 1x" in results["full rank fp32"]["error"]
 
 
-@pytest.mark.parametrize("name", ["dp_replicate", "tp", "four stages"])
+@pytest.mark.parametrize("name", ["dp_replicate", "tp", "sharded", "four stages"])
 def test_clip_norm_and_loss_do_not_depend_on_the_layout(results, name):
     """Spec section 7.8. Four stages cut what two don't; the first step's loss is the same cut."""
     got, want = results[name], results["random"]
@@ -144,8 +153,10 @@ def test_clip_norm_and_loss_do_not_depend_on_the_layout(results, name):
         assert got_step == pytest.approx(want_step, rel=5e-3)
 
 
-def test_sharded_stages_are_refused(results):
-    assert "mesh.dp_shard 1" in results["sharded"]["error"]
+def test_sharded_stages_reduce_gradients_once_per_step(results):
+    sharded, dense = results["sharded"]["wire"], results["dense sharded"]["wire"]
+    assert sharded["gradients"] == dense["gradients"]
+    assert sharded["weights"] == dense["weights"]
 
 
 def test_evaluation_modes(results, root):
@@ -176,9 +187,11 @@ def test_resume_equals_the_uninterrupted_run(results, root):
         ({"systems": {"pipeline": SPACE | {"rank": 64}}}, 2, "must not exceed model.dim"),
         ({"compute": {"sequence_parallel": True}, "mesh": {"pp": 2, "tp": 2, "dp_shard": 1}}, 4,
          "sequence_parallel"),
+        ({"model": BASE["model"] | {"hidden_dim": 65}, "mesh": {"pp": 2, "dp_shard": 2}}, 4,
+         "mesh.dp_shard x mesh.tp = 2 must divide"),
     ],
 )  # fmt: skip
 def test_layouts_that_give_nothing_to_compress_are_refused(changes, ranks, match):
     config = from_dict(BASE | pipeline() | changes)
     with pytest.raises(ConfigError, match=match):
-        check_layout(config, resolve_axes(config.mesh, ranks))
+        check_ranks(config, ranks)

@@ -123,6 +123,29 @@ def test_without_projection_after_steps_the_health_check_raises():
         link.check_health()
 
 
+def test_where_blocks_round_the_health_check_judges_the_weights():
+    """Weights gathered in 2 bits write outside of the subspace, the trained ones lie in it."""
+    link, stages = chained(Basis(64, 8), dtype=torch.float32, wire="bf16")
+    link.noisy, constraint, (x, _) = True, stages[0].constraint, batch()
+    noise = torch.Generator().manual_seed(0)
+    kept = {name: p.detach().clone() for name, p in constraint.writes.items()}
+
+    def run_rounded():
+        with torch.no_grad():
+            for p in constraint.writes.values():
+                p.add_(torch.randn(p.shape, generator=noise), alpha=0.5 * p.std().item())
+            through(stages, x)
+            for name, p in constraint.writes.items():
+                p.copy_(kept[name])
+
+    run_rounded()
+    assert link.check_health() > 1e-2
+    kept["layers.0.attn.wo.weight"].add_(0.05)
+    run_rounded()
+    with pytest.raises(ContractError, match="of the output matrices of rank 0 lies off"):
+        link.check_health()
+
+
 def test_full_rank_loses_the_cast_alone():
     _, stages = chained(Basis(64, 64), dtype=torch.float32, wire="fp32", mode="lossy")
     x, _ = batch()

@@ -9,7 +9,7 @@ import torch
 from thinwire.errors import DataError
 from thinwire.train import sources
 from thinwire.train.data import IGNORED, TrainBatches, bits_per_byte, held_out_batch
-from thinwire.train.sources import Corpus, load_corpus
+from thinwire.train.sources import Corpus, check_source, load_corpus
 
 T = 8
 
@@ -64,6 +64,13 @@ def test_held_out_sequences_are_counted_once(ranks):
         assert x_BT.shape == (-(-5 // ranks), T)
         seen += x_BT[(y_BT != IGNORED).all(1), 0].tolist()
     assert seen == [0, T, 2 * T, 3 * T, 4 * T]
+
+
+def test_padding_of_one_row_overwrites_no_token():
+    """A rank without a held-out sequence of its own gets one row, whose targets alone change."""
+    x_BT, y_BT, _ = held_out_batch(corpus(), T, 2, 3, 4)
+    assert (x_BT >= 0).all()
+    assert (y_BT == IGNORED).all()
 
 
 @pytest.mark.parametrize("part", ["train", "held_out"])
@@ -128,3 +135,33 @@ def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(type(tmp_path), "read_bytes", deny)
     with pytest.raises(DataError, match=r"cannot read data file .*data: Permission denied"):
         load_corpus(str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("sizes", [(50,), (40, 0, 30), (9,) * 12, (5, 0, 7) * 11], ids=str)
+def test_sizes_of_files_say_what_reading_them_would(sizes, tmp_path):
+    """A source is checked before ranks start, by its sizes: the verdict is that of its text."""
+    for i, size in enumerate(sizes):
+        (tmp_path / f"{i:02}.txt").write_bytes(b"a" * size)
+    whole = load_corpus(str(tmp_path))
+    fits = min(whole.train.size, whole.held_out.size) - 1
+    check_source(str(tmp_path), fits)
+    for check in (
+        lambda: check_source(str(tmp_path), fits + 1),
+        lambda: TrainBatches(whole, fits + 1, 1, seed=0),
+    ):
+        with pytest.raises(DataError) as caught:
+            check()
+        assert f"one sequence needs {fits + 2}" in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["missing", "empty.txt", "folder"])
+def test_sources_that_cannot_be_read_are_refused_alike_before_and_while_reading(source, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    path = str(tmp_path / source)
+    messages = []
+    for read in (lambda: check_source(path, T), lambda: load_corpus(path)):
+        with pytest.raises(DataError) as caught:
+            read()
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]

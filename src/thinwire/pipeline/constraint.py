@@ -60,8 +60,10 @@ class Constraint:
         rows: Mapping[str, tuple[nn.Parameter, Tensor]] | None = None,
     ) -> None:
         self.basis, self.writes, self.rows = basis, dict(writes), dict(rows or {})
-        for name, p in [*self.writes.items(), *((n, p) for n, (p, _) in self.rows.items())]:
+        for name, p in self.writes.items():
             _plain(p, name)
+        for name, (p, fixed) in self.rows.items():
+            _own_rows(p, fixed, name)
 
     @property
     def names(self) -> list[str]:
@@ -75,8 +77,8 @@ class Constraint:
             w = _plain(p, name)
             w.copy_(self.basis.keep_columns(w))
         for name, (p, fixed) in self.rows.items():
-            rows = _plain(p, name)
-            rows.copy_(fixed + self.basis.keep_rows(rows - fixed))
+            rows, own = _own_rows(p, fixed, name)
+            rows.copy_(own + self.basis.keep_rows(rows - own))
 
     @torch.no_grad()
     def project_gradients(self) -> None:
@@ -85,9 +87,9 @@ class Constraint:
             if p.grad is not None:
                 g = _plain(p.grad, name)
                 g.copy_(self.basis.keep_columns(g))
-        for name, (p, _) in self.rows.items():
+        for name, (p, fixed) in self.rows.items():
             if p.grad is not None:
-                g = _plain(p.grad, name)
+                g, _ = _own_rows(p.grad, fixed, name)
                 g.copy_(self.basis.keep_rows(g))
 
     @torch.no_grad()
@@ -178,12 +180,13 @@ def _plain(p: Tensor, name: str) -> Tensor:
     """Return the tensor itself, or the local part of one that is cut over its inputs at most."""
     if isinstance(p, DTensor):
         for axis, placement in enumerate(p.placements):
-            whole = placement.is_replicate() or placement.is_shard(p.ndim - 1)
+            # By dimension: torch's strided shards (FSDP2 over tensor parallel) are no plain ones.
+            whole = placement.is_replicate() or getattr(placement, "dim", None) == p.ndim - 1
             if p.device_mesh.size(axis) > 1 and not (whole and p.ndim > 1):
                 raise ConfigError(
                     f"parameter {name!r} is cut over {p.device_mesh.size(axis)} ranks as "
                     f"{placement}: a constrained pipeline stage needs all rows of output matrices "
-                    "on a rank (mode='lossy' does not)"
+                    "on a rank: shard them over their last dimension, or use mode='lossy'"
                 )
         return p.to_local().detach()
     plain = p.detach()
@@ -193,3 +196,23 @@ def _plain(p: Tensor, name: str) -> Tensor:
             "need plain weights"
         )
     return plain
+
+
+def _own_rows(p: Tensor, fixed: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return the rows [V, D] that this rank holds, FSDP2's shard say, and their fixed part."""
+    if not isinstance(p, DTensor):
+        return _plain(p, name), fixed
+    start, end = 0, fixed.shape[0]
+    for axis, placement in enumerate(p.placements):
+        ranks = p.device_mesh.size(axis)
+        if ranks == 1 or placement.is_replicate():
+            continue
+        if not placement.is_shard(0):
+            raise ConfigError(
+                f"embedding rows {name!r} are cut over {ranks} ranks as {placement}: a constrained "
+                "pipeline stage needs whole rows"
+            )
+        size = -(-(end - start) // ranks)  # as torch.chunk cuts
+        start = min(end, start + size * p.device_mesh.get_local_rank(axis))
+        end = min(end, start + size)
+    return p.to_local().detach(), fixed[start:end]

@@ -53,6 +53,8 @@ class Link:
         activations: dtype of activations between stages.
         group: the pipeline's ranks; None takes no part in any exchange (one process).
         device: where messages of the set-up lie.
+        noisy: activations carry other codecs' rounding (of gathered weights, of tensor-parallel
+            messages), which boundaries drop: `check_health` then judges the weights alone.
         ledger: books everything sent.
 
     Raises:
@@ -79,6 +81,7 @@ class Link:
         activations: torch.dtype = torch.float32,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
+        noisy: bool = False,
         ledger: Ledger | None = None,
     ) -> None:
         if mode not in MODES:
@@ -92,7 +95,7 @@ class Link:
         self.basis, self.mode, self.ids, self.num_stages = basis, mode, ids, num_stages
         self.carrier, self.writes = make_carrier(wire), tuple(writes)
         self.activations, self.group, self.ledger = activations, group, ledger
-        self.device = torch.device(device)
+        self.device, self.noisy = torch.device(device), noisy
         self.tables: FixedRows | None = None
         self.stages: list[Stage] = []
         if ledger is not None and mode != "none":
@@ -209,19 +212,24 @@ class Link:
         Raises:
             ContractError: on every rank alike: over 1e-2 in constrained mode, or not a number.
         """
-        own = max((s.take_health() for s in self.stages if s.after == "wire"), default=0.0)
-        shares = torch.tensor([own], dtype=torch.float32, device=self.device)
+        own = [max((s.take_health() for s in self.stages if s.after == "wire"), default=0.0)]
+        if self.noisy:
+            held = [s.constraint for s in self.stages if s.constraint is not None]
+            own.append(max((c.leaked() for c in held), default=0.0))
+        shares = torch.tensor(own, dtype=torch.float32, device=self.device)
         group = group or self.group
         if group is not None:
             shares = comm.all_gather(shares, None, group=group, link="scalars", ledger=self.ledger)
         if skip_nonfinite:
             shares = torch.where(torch.isfinite(shares), shares, 0.0)
-        worst = shares.max().item()
+        shares = shares.view(-1, len(own))
+        judged = shares[:, -1]
+        worst = shares[:, 0].max().item()
         strict = self.mode == "constrained" if strict is None else strict
-        if strict and not worst <= HEALTH_LIMIT:
-            rank = int(shares.argmax())
+        if strict and (not judged.max().item() <= HEALTH_LIMIT or not worst < float("inf")):
+            rank, what = int(judged.argmax()), "output matrices" if self.noisy else "activations"
             raise ContractError(
-                f"a share {worst:.2g} of the activations of rank {rank} lies off the "
+                f"a share {judged.max().item():.2g} of the {what} of rank {rank} lies off the "
                 "subspace in constrained mode: weights were changed without being projected "
                 "(attach the stage's constraint to the optimizer), or writes= misses a matrix"
             )

@@ -170,7 +170,7 @@ class OuterLoop:
         def delta(name: str) -> Tensor:
             ungathered.remove(name)
             local = self.inner.whole(name)
-            start = core.theta[name].to(local.dtype)
+            start = self.inner.start(name, core.theta[name])
             return start.float() - local.to(start.device).float()
 
         def sync() -> Outcome:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from thinwire.comm import transport
 from thinwire.comm.ledger import Ledger, all_gather_sent
+from thinwire.eco import local_quantized
+from thinwire.eco.export import place_whole, rounded, whole_values
 from thinwire.errors import (
     ConfigError,
     ContractError,
@@ -72,10 +74,20 @@ class Inner:
     def whole(self, name: str) -> Tensor:
         """Return a parameter as a whole tensor of its dtype; collective over the inner group."""
         p = self.params[name].detach()
+        quantized = local_quantized(p)
+        if quantized is not None:
+            if isinstance(p, DTensor):
+                self._book(all_gather_sent(quantized.storage_nbytes, self.size))
+            return whole_values(p)
         if not isinstance(p, DTensor):
             return p
         self._book(all_gather_sent(p.to_local().nbytes, self.size))
         return p.full_tensor()
+
+    def start(self, name: str, theta: Tensor) -> Tensor:
+        """Return what `place` makes of shared weights: where this replica's round began."""
+        p = self.params[name].detach()
+        return theta.to(p.dtype) if local_quantized(p) is None else rounded(p, theta)
 
     @torch.no_grad()
     def place(self, theta: Mapping[str, Tensor] | None) -> None:
@@ -94,7 +106,9 @@ class Inner:
             if self.group is not None and full.numel():
                 transport.broadcast(full, 0, self.group)
                 self._book(full.nbytes * (self.size - 1) if self.is_leader else 0)
-            if isinstance(p, DTensor):
+            if local_quantized(p) is not None:
+                place_whole(p, full)
+            elif isinstance(p, DTensor):
                 whole = DTensor.from_local(
                     full, p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False
                 )
@@ -134,11 +148,19 @@ class Inner:
 
 def _check(name: str, p: nn.Parameter) -> None:
     data = p.detach()
+    quantized = local_quantized(data)
+    if quantized is not None:
+        if quantized.master is not None:
+            raise ConfigError(
+                f"{name!r} keeps a master copy, which the outer sync does not follow: store it "
+                "with master=False"
+            )
+        return
     local = data.to_local() if isinstance(data, DTensor) else data
     if type(local) not in (Tensor, nn.Parameter) or not local.is_floating_point():
         raise ConfigError(
             f"{name!r} is stored as {type(local).__name__} of {local.dtype}: the outer sync takes "
-            "plain floating parameters"
+            "plain floating parameters, and those of thinwire.eco"
         )
 
 

@@ -32,7 +32,8 @@ class SparseLoCo(OuterLoop):
 
     The residual takes the place of an outer momentum. All replicas end a round with the same bits.
     Theta and e are fp32 whatever the parameters' dtype (with 16-bit parameters, the change is
-    measured from the rounded theta that training started from).
+    measured from the rounded theta that training started from). Weights stored by `thinwire.eco`
+    are rounded to nearest at the end of a round, alike on all replicas; theta keeps their fp32.
 
     Args:
         model: a plain module (no DDP), one sharded by FSDP2 or split by tensor parallelism, or

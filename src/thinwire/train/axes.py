@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from thinwire.errors import ConfigError
+from thinwire.train.checks import check_settings
 from thinwire.train.config import Config, Mesh
 
 __all__ = ["AXES", "check_layout", "check_ranks", "parse_replicas", "resolve_axes"]
@@ -67,6 +68,7 @@ def check_ranks(config: Config, num_ranks: int) -> dict[str, int]:
     if not config.mesh.replicas:
         sizes = resolve_axes(config.mesh, num_ranks)
         check_layout(config, sizes)
+        check_settings(config, sizes, num_ranks)
         return sizes
     tables = parse_replicas(config.mesh.replicas)
     named = sum(len(table["ranks"]) for table in tables)
@@ -78,6 +80,7 @@ def check_ranks(config: Config, num_ranks: int) -> dict[str, int]:
     stages = max(len(table["ranks"]) for table in tables)
     sizes = {"pp": stages, "dp_replicate": len(tables), "dp_shard": 1, "tp": 1}
     check_layout(config, sizes)
+    check_settings(config, sizes, num_ranks)
     _check_mixed(config, tables)
     return sizes
 
@@ -87,6 +90,13 @@ def _check_mixed(config: Config, tables: list[dict[str, Any]]) -> None:
     if systems.outer.method != "sparseloco":
         raise ConfigError("mesh.replicas needs systems.outer.method sparseloco")
     compressed = [table for table in tables if table.get("rank_ratio")]
+    dim = config.model.dim
+    for table in compressed:
+        if dim % table["rank_ratio"]:
+            raise ConfigError(
+                f"mesh.replicas {config.mesh.replicas!r}: rank_ratio {table['rank_ratio']} does "
+                f"not divide model.dim {dim}: take a divisor"
+            )
     if compressed and systems.pipeline.mode == "none":
         raise ConfigError("compressed replicas need systems.pipeline.mode constrained or lossy")
     if not compressed and systems.pipeline.mode != "none":
@@ -149,15 +159,19 @@ def _check_boundaries(config: Config, sizes: dict[str, int]) -> None:
     cfg = config.systems.pipeline
     if cfg.mode == "none":
         return
-    if sizes["pp"] == 1 and math.prod(sizes.values()) > 1:
+    if config.compute.sequence_parallel:
         raise ConfigError(
-            "systems.pipeline compresses what crosses between stages, but mesh.pp is 1: set "
-            "mesh.pp to 2 or more, or systems.pipeline.mode none"
+            "systems.pipeline sends whole activations from each rank of a stage: leave out "
+            "compute.sequence_parallel"
         )
-    if sizes["dp_shard"] > 1 or config.compute.sequence_parallel:
+    model, cut = config.model, sizes["dp_shard"] * sizes["tp"]
+    if cfg.mode == "constrained" and sizes["dp_shard"] > 1 and (
+        model.dim % cut or model.hidden_dim % cut
+    ):  # fmt: skip
         raise ConfigError(
-            "systems.pipeline needs whole output matrices and activations on each rank of a stage: "
-            "set mesh.dp_shard 1 (dp_replicate may take the ranks) and no compute.sequence_parallel"
+            f"systems.pipeline.mode constrained shards output matrices by columns: mesh.dp_shard x "
+            f"mesh.tp = {cut} must divide model.dim {model.dim} and model.hidden_dim "
+            f"{model.hidden_dim} (mode lossy does not need it)"
         )
     if cfg.rank > config.model.dim:
         raise ConfigError(

@@ -154,10 +154,17 @@ def attach_boundaries(
         activations=getattr(torch, config.compute.dtype),
         group=layout.group("pp"),
         device=layout.device,
+        noisy=_is_noisy(config),
         ledger=ledger,
     )
     link.share(model.embed.weight if model.is_first else None)
     return Boundaries(link, link.wrap(model, layout.index("pp")))
+
+
+def _is_noisy(config: Config) -> bool:
+    """Return whether blocks compute with rounded weights or messages."""
+    systems = config.systems
+    return systems.weights.codec != "dense" or systems.tensor.codec != "dense"
 
 
 def _attach_mixed(

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.errors import DataError
-from thinwire.train.sources import Corpus
+from thinwire.train.sources import Corpus, check_sizes
 
 __all__ = ["IGNORED", "TrainBatches", "bits_per_byte", "held_out_batch"]
 
@@ -43,12 +42,8 @@ class TrainBatches:
     _order: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64), init=False)
 
     def __post_init__(self) -> None:
-        for name, tokens in (("", self.corpus.train), ("held-out part of ", self.corpus.held_out)):
-            if tokens.size < self.seq_len_tokens + 1:
-                raise DataError(
-                    f"{name}data source {self.corpus.name!r} has {tokens.size} bytes, one sequence "
-                    f"needs {self.seq_len_tokens + 1}: give more text or lower data.seq_len_tokens"
-                )
+        train, held_out = self.corpus.train.size, self.corpus.held_out.size
+        check_sizes(self.corpus.name, train, held_out, self.seq_len_tokens)
 
     @property
     def num_sequences(self) -> int:
@@ -104,4 +99,5 @@ def bits_per_byte(loss_nats: float) -> float:
 def _cut(tokens: np.ndarray, starts: list[int], seq_len_tokens: int) -> tuple[Tensor, Tensor]:
     rows = np.stack([tokens[s : s + seq_len_tokens + 1] for s in starts]).astype(np.int64)
     x_BT = torch.from_numpy(rows)
-    return x_BT[:, :-1].contiguous(), x_BT[:, 1:].contiguous()
+    # Copies, also of a single row, whose slices are contiguous: targets are overwritten later.
+    return x_BT[:, :-1].clone(), x_BT[:, 1:].clone()

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from thinwire import comm, eco, taco
 from thinwire.comm import Ledger
 from thinwire.scape import Scape
+from thinwire.train.agreement import load_alike
 from thinwire.train.auto import AutoRun, choose_systems
 from thinwire.train.boundaries import Boundaries
 from thinwire.train.checkpoint import Checkpointer
@@ -43,8 +44,14 @@ from thinwire.train.outer import MixedSystem, OuterSystem, attach_outer
 from thinwire.train.parse import config_hash, to_dict
 from thinwire.train.passes import Pass, make_pass
 from thinwire.train.replicas import Sync, make_replicas
-from thinwire.train.saved import as_chosen, newest_checkpoint, read_meta, refuse_to_mix
-from thinwire.train.sources import load_corpus
+from thinwire.train.saved import (
+    as_chosen,
+    lost_steps,
+    newest_checkpoint,
+    read_meta,
+    refuse_to_mix,
+)
+from thinwire.train.sources import Corpus
 from thinwire.train.systems import System, attach_systems, full_precision, layer_errors
 from thinwire.train.watchdog import Watchdog
 
@@ -80,8 +87,8 @@ def train(
     else:
         refuse_to_mix(Path(config.out))
     run = trainer.run(progress)
-    # A run that `stop_after` ends may not have left its schedule's dense steps: its resumption,
-    # which goes on with the same books, is held to the contract.
+    # A run that `stop_after` ends may still be in its schedule's dense steps or in its first outer
+    # round: its resumption, which goes on with the same books, is held to the contract.
     if trainer.step >= config.steps:
         trainer.ledger.check()
     return run
@@ -132,17 +139,19 @@ class Trainer:
         Raises:
             ConfigError, DataError: on every rank alike.
         """
+        corpus = load_alike(config)
         layout = make_layout(config, device)
         auto = None
         if config.compress == "auto":
             config, auto = choose_systems(
-                config, layout, lambda dense: cls._assemble(dense, layout, None).train_step
+                config, layout, lambda dense: cls._assemble(dense, layout, None, corpus).train_step
             )
-        return cls._assemble(config, layout, auto)
+        return cls._assemble(config, layout, auto, corpus)
 
     @classmethod
-    def _assemble(cls, config: Config, layout: Layout, auto: AutoRun | None) -> "Trainer":
-        corpus = load_corpus(config.data.source)
+    def _assemble(
+        cls, config: Config, layout: Layout, auto: AutoRun | None, corpus: Corpus
+    ) -> "Trainer":
         data = config.data
         batches = TrainBatches(corpus, data.seq_len_tokens, data.batch_seqs, config.seed)
         ledger = Ledger(timing=config.timing)
@@ -187,6 +196,9 @@ class Trainer:
             CheckpointError: unreadable or of another configuration.
         """
         meta = self.checkpointer.load(newest_checkpoint(path))
+        lost = lost_steps(meta, self.config, self.layout.sizes["dp_replicate"])
+        if lost and dist.get_rank() == 0:
+            sys.stdout.write(f"{lost}\n")
         self.step, self.batches.position = meta["step"], meta["position"]
         self.wall_s, self.earlier = meta["wall_s"], meta.get("auto")
         # Another number of ranks has no ledger of its own to continue: ranks beyond take turns.

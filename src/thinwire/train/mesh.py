@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from thinwire.comm import Ledger
+from thinwire.pipeline import find_writes
 from thinwire.replicas import Layout as ReplicasLayout
 from thinwire.replicas import Site
 from thinwire.train.axes import AXES, check_ranks, parse_replicas
-from thinwire.train.config import Compute, Config
+from thinwire.train.config import Config
 from thinwire.train.dense import load_dense
 from thinwire.train.model import Transformer, build
 from thinwire.train.optim import store_weights
@@ -146,7 +148,7 @@ def parallel_model(config: Config, layout: Layout, ledger: Ledger) -> Transforme
         for block in model.layers.values():
             block.compile()
     if needs_fsdp(config, layout):
-        _shard(model, compute, layout)
+        _shard(model, config, layout)
     return model
 
 
@@ -155,12 +157,19 @@ def needs_fsdp(config: Config, layout: Layout) -> bool:
     return layout.sizes["dp_shard"] > 1 or config.compute.dtype != "float32"
 
 
-def _shard(model: Transformer, compute: Compute, layout: Layout) -> None:
+def _shard(model: Transformer, config: Config, layout: Layout) -> None:
+    compute = config.compute
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute.dtype == "float32" else torch.bfloat16,
         reduce_dtype=getattr(torch, compute.reduce_dtype),
     )
     reshard = compute.reshard_after_forward
+    writes = _constrained(model, config)
+
+    def placement(p: nn.Parameter) -> Shard | None:
+        # Columns of an output matrix are projected one by one: each rank takes whole ones.
+        return Shard(p.ndim - 1) if id(p) in writes else None
+
     modules: list[nn.Module] = [*model.layers.values(), model]
     for module in modules:
         fully_shard(
@@ -168,4 +177,12 @@ def _shard(model: Transformer, compute: Compute, layout: Layout) -> None:
             mesh=layout.mesh["dp_shard"],
             mp_policy=policy,
             reshard_after_forward=reshard if reshard > 0 else reshard == -1,
+            shard_placement_fn=placement if writes else None,
         )
+
+
+def _constrained(model: Transformer, config: Config) -> set[int]:
+    """Return the identities of the output matrices that are kept in a subspace."""
+    if config.systems.pipeline.mode != "constrained" or model.is_last:
+        return set()
+    return {id(p) for p in find_writes(model, config.model.dim).values()}

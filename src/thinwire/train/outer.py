@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from thinwire import sparseloco
 from thinwire.codecs import Blockwise, Cast, Codec
 from thinwire.comm import Ledger
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import CheckpointError
 from thinwire.replicas import MixedReplicas
 from thinwire.sparseloco.outer import OuterLoop
 from thinwire.train.boundaries import Boundaries, MixedBoundaries
@@ -104,18 +104,12 @@ def attach_outer(
     ledger: Ledger,
     boundaries: Boundaries | None = None,
 ) -> OuterSystem | None:
-    """Return the outer loop that the configuration asks for, or None; collective.
-
-    Raises:
-        ConfigError: a layout or optimizer that it can't go with.
-    """
+    """Return the outer loop that the configuration asks for, or None; collective."""
     cfg = config.systems.outer
     if cfg.method == "none":
         return None
     if isinstance(layout, MixedLayout):
         return _attach_mixed(config, layout, optimizer, boundaries, ledger)
-    if layout.sizes["pp"] > 1:
-        raise ConfigError("systems.outer gathers whole replicas: set mesh.pp 1")
     where: dict[str, Any] = {
         "sync_every": cfg.sync_every,
         "group": layout.group("dp_replicate"),

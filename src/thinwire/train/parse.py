@@ -17,7 +17,16 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.train.config import Config
 
-__all__ = ["config_from_args", "config_hash", "from_dict", "load", "near", "to_dict"]
+__all__ = [
+    "config_from_args",
+    "config_hash",
+    "flat_settings",
+    "from_dict",
+    "load",
+    "near",
+    "numeric_settings",
+    "to_dict",
+]
 
 # Settings that a resumed run may change: they don't touch the numbers of a step.
 FREE = (
@@ -26,11 +35,29 @@ FREE = (
 )  # fmt: skip
 
 
-def near(what: str, name: str, known: Sequence[str]) -> ConfigError:
-    """Return the error for an unknown name, with the nearest known ones."""
+# More names than these are looked up in a list of their own.
+LISTED = 12
+
+
+def near(what: str, name: str, known: Sequence[str], where: str = "") -> ConfigError:
+    """Return the error for an unknown name, with the nearest known ones.
+
+    Args:
+        what: what the name should have been.
+        name: the name.
+        known: names that there are.
+        where: the command that lists them, for errors about long lists.
+    """
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-    return ConfigError(f"unknown {what} {name!r}: {hint}")
+    if close:
+        hint = f"did you mean {close[0]!r}?"
+    elif len(known) <= LISTED:
+        hint = f"known: {', '.join(known)}"
+    else:
+        few = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+        hint = f"the nearest are {', '.join(few)}"
+    more = f"; {where} lists all" if where and not close else ""
+    return ConfigError(f"unknown {what} {name!r}: {hint}{more}")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -102,8 +129,13 @@ def config_hash(config: Config) -> str:
 
 def numeric_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that `config_hash` covers, flat: dotted name -> value."""
-    flat = _flatten(values, "")
+    flat = flat_settings(values)
     return {k: v for k, v in flat.items() if not any(k == f or k.startswith(f + ".") for f in FREE)}
+
+
+def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all settings of a configuration as plain values, flat: dotted name -> value."""
+    return _flatten(values, "")
 
 
 def config_from_args(args: Sequence[str], base: Config) -> Config:

@@ -3,7 +3,8 @@
 Legend: `B` sequences of this rank, `M` of a micro-batch, `T` tokens, `D` width, `V` vocabulary.
 """
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from thinwire import comm
 from thinwire.comm import Ledger, transport
+from thinwire.pipeline import Stage
 from thinwire.train.boundaries import Boundaries
 from thinwire.train.config import Config
 from thinwire.train.mesh import Layout
 from thinwire.train.model import Transformer
 from thinwire.train.passes import token_loss
 
-__all__ = ["BookedStage", "PipelinePass"]
+__all__ = ["BookedStage", "PipelinePass", "WrappedStage"]
 
 
 class BookedStage(PipelineStage):
@@ -40,6 +42,34 @@ class BookedStage(PipelineStage):
             nbytes = op.tensor.numel() * op.tensor.element_size()
             self.ledger.book("pipeline", dense_bytes=nbytes, wire_bytes=nbytes)
         return ops
+
+
+class WrappedStage(PipelineStage):
+    """A torch pipeline stage around boundaries, whose module inside FSDP2 may shard.
+
+    torch reduces gradients once per step, not once per micro-batch, where it sees FSDP2's module
+    itself.
+    """
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch's; for the module inside."""
+        with self._unwrapped():
+            return super().backward_maybe_with_nosync(*args, **kwargs)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """See torch's; for the module inside."""
+        with self._unwrapped():
+            super().perform_reduce_grad(grad_scale_factor)
+
+    @contextmanager
+    def _unwrapped(self) -> Iterator[None]:
+        wrapped = self.submod
+        assert isinstance(wrapped, Stage)
+        self.submod = wrapped.module
+        try:
+            yield
+        finally:
+            self.submod = wrapped
 
 
 class PipelinePass:
@@ -70,7 +100,7 @@ class PipelinePass:
         if self.boundaries is not None:  # books what it sends itself
             wrapped = self.boundaries.stage
             shapes = wrapped.static_args(*self.shape_MT, self.vocab_size)
-            return PipelineStage(wrapped, *where, group=self.group, **shapes)
+            return WrappedStage(wrapped, *where, group=self.group, **shapes)
         shapes = self._shapes(self.shape_MT, self.vocab_size)
         stage = BookedStage(self.model, *where, group=self.group, **shapes)
         stage.ledger = self.ledger

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from thinwire.train.combined import COMBINED
 from thinwire.train.config import (
     Compute,
     Config,
@@ -427,6 +428,7 @@ RECIPES: dict[str, Recipe] = {
     **_storage_recipes(),
     "eco-moe": eco_moe,
     "eco-int4-finetune": eco_int4_finetune,
+    **COMBINED,
 }
 
 
@@ -437,5 +439,5 @@ def recipe(name: str) -> Config:
         ConfigError: no recipe has this name; the message suggests the nearest.
     """
     if name not in RECIPES:
-        raise near("recipe", name, list(RECIPES))
+        raise near("recipe", name, list(RECIPES), "`thinwire recipes`")
     return replace(RECIPES[name](), recipe=name)

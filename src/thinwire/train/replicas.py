@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from thinwire import scape
 from thinwire.comm import Ledger
 from thinwire.comm.ledger import all_reduce_sent
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.errors import CheckpointError
 from thinwire.scape.baselines import SyncRule
 from thinwire.schedules import Density
 from thinwire.train.config import Config, Replicas
@@ -116,17 +116,8 @@ class ReplicaPart:
 
 
 def make_replicas(config: Config, layout: Layout, model: nn.Module, ledger: Ledger) -> ReplicaPart:
-    """Return optimizer and synchronization; collective.
-
-    Raises:
-        ConfigError: settings that don't fit each other or the layout.
-    """
+    """Return optimizer and synchronization; collective."""
     cfg, optim = config.systems.replicas, config.optim
-    if cfg.optimizer != "adamw" and config.systems.storage.fmt != "dense":
-        raise ConfigError(
-            f"systems.storage {config.systems.storage.fmt} steps weights by EcoAdamW: it goes with "
-            f"systems.replicas.optimizer adamw, not {cfg.optimizer}"
-        )
     if cfg.optimizer in ("adamw", "adams"):
         optimizer: Optimizer = make_optimizer(config, model, ledger)
         if cfg.optimizer == "adams":
@@ -134,15 +125,9 @@ def make_replicas(config: Config, layout: Layout, model: nn.Module, ledger: Ledg
         apart = config.systems.outer.method != "none"
         sync = OwnSync() if apart else ReplicaSync(list(model.parameters()), layout, ledger)
         return ReplicaPart(optimizer, sync, None, model)
-    if config.systems.outer.method != "none":
-        raise ConfigError(
-            "systems.outer lets replicas step apart: it goes with systems.replicas.optimizer adamw "
-            f"or adams, not {cfg.optimizer}"
-        )
     if cfg.optimizer == "powersgd-ddp":
         return _ddp(config, layout, model, ledger)
     if cfg.optimizer in _BASELINES:
-        _only_replicas(cfg, layout)
         baseline = scape.SyncOptimizer(
             model.named_parameters(),
             _baseline(cfg, config),
@@ -164,17 +149,6 @@ def _hyper(config: Config) -> dict[str, Any]:
 def _sparse(config: Config, layout: Layout, model: nn.Module, ledger: Ledger) -> ReplicaPart:
     cfg, optim = config.systems.replicas, config.optim
     own_clip = cfg.clip != "rms" and optim.max_norm > 0
-    if own_clip and layout.sizes["pp"] > 1:
-        raise ConfigError(
-            f"systems.replicas.clip {cfg.clip!r} sees one pipeline stage: use rms with mesh.pp > 1"
-        )
-    if cfg.overlap and optim.max_norm and cfg.clip != "reconstructed":
-        raise ConfigError(
-            "systems.replicas.overlap sends values before their norm is known: set "
-            "systems.replicas.clip reconstructed or optim.max_norm 0"
-        )
-    if cfg.overlap and layout.sizes["pp"] > 1:
-        raise ConfigError("systems.replicas.overlap needs mesh.pp 1: stages own their backward")
     common: dict[str, Any] = {
         "density": Density(cfg.density, cfg.dense_steps, cfg.ramp_steps),
         "values_dtype": getattr(torch, cfg.values_dtype),
@@ -238,14 +212,6 @@ def _baseline(cfg: Replicas, config: Config) -> SyncRule:
     return scape.PowerSgd(cfg.rank, config.optim.betas, config.optim.eps)
 
 
-def _only_replicas(cfg: Replicas, layout: Layout) -> None:
-    if any(layout.sizes[axis] > 1 for axis in ("pp", "dp_shard", "tp")):
-        raise ConfigError(
-            f"systems.replicas.optimizer {cfg.optimizer!r} synchronizes whole replicas: set "
-            "mesh.dp_replicate -1 and all other axes 1"
-        )
-
-
 def _ddp(config: Config, layout: Layout, model: nn.Module, ledger: Ledger) -> ReplicaPart:
     """Wrap the model in DDP with torch's PowerSGD hook, AdamW behind it."""
     from torch.distributed.algorithms.ddp_comm_hooks import (  # noqa: PLC0415  only this arm pays
@@ -253,12 +219,6 @@ def _ddp(config: Config, layout: Layout, model: nn.Module, ledger: Ledger) -> Re
     )
 
     cfg = config.systems.replicas
-    _only_replicas(cfg, layout)
-    if config.checkpoints.every_steps or config.stop_after:
-        raise ConfigError(
-            "systems.replicas.optimizer 'powersgd-ddp' keeps its residuals inside torch's hook, "
-            "which no checkpoint holds: use 'powersgd', or no checkpoints"
-        )
     group = layout.group("dp_replicate")
     # One bucket: with more, the hook's chained all-reduces may start in another order on another
     # rank, and gloo, which matches messages by order, aborts the process.

@@ -15,6 +15,7 @@ __all__ = [
     "as_chosen",
     "check_same",
     "find_checkpoint",
+    "lost_steps",
     "newest_checkpoint",
     "read_meta",
     "refuse_to_mix",
@@ -60,6 +61,26 @@ def read_meta(path: Path) -> dict[str, Any]:
 def replica_key(replica: int) -> str:
     """Return the key under which a replica that trains apart saves weights and optimizer."""
     return f"replica{replica}"
+
+
+def lost_steps(meta: Mapping[str, Any], config: Config, replicas: int) -> str:
+    """Return what a checkpoint loses on fewer replicas that train apart, in a line; "" if nothing.
+
+    Args:
+        meta: of the checkpoint.
+        config: of the run.
+        replicas: that go on.
+    """
+    outer, saved = config.systems.outer, meta["mesh"]["dp_replicate"]
+    done = meta["step"] % outer.sync_every
+    if outer.method == "none" or replicas >= saved or not done:
+        return ""
+    gone = ("s " if saved - replicas > 1 else " ") + ", ".join(map(str, range(replicas, saved)))
+    return (
+        f"resumed on {replicas} of {saved} replicas, {done} steps into a round: what replica"
+        f"{gone} learned in these steps is lost (save at a multiple of systems.outer.sync_every to "
+        "keep it)"
+    )
 
 
 def run_folder(path: Path) -> Path:

