@@ -191,8 +191,8 @@ def interpolated(by_rate: dict, rate: str) -> Group:
     low, high = (by_rate[r] for r in pair)
     share = (at - inverse[pair[0]]) / (inverse[pair[1]] - inverse[pair[0]])
     speeds = {}
-    for name, slow in high.collectives.items():
-        fast = low.collectives[name]
+    for name in sorted(high.collectives.keys() & low.collectives.keys()):
+        slow, fast = high.collectives[name], low.collectives[name]
         sizes = sorted({p.nbytes for p in (*slow.points, *fast.points)})
         mixed = [(n, (1 - share) * fast.seconds(n) + share * slow.seconds(n)) for n in sizes]
         points = [Point(nbytes=n, median_s=max(s, 1e-6)) for n, s in mixed]
