@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.test_plan_choose import DENSE, links_of
+from tests.unit.choose_cases import DENSE, links_of
 from thinwire.errors import ConfigError
 from thinwire.plan import Compute
 from thinwire.testing.ranks import run_ranks

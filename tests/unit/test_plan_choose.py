@@ -4,20 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.unit.choose_cases import ARM, CODEC, DENSE, SHARDED, links_of
 from tests.unit.plan_cases import job
-from thinwire.codecs import Blockwise
 from thinwire.errors import ConfigError
 from thinwire.plan import (
-    COLLECTIVES,
     Choice,
-    CodecSpeed,
-    Compute,
-    Group,
-    Links,
     Measured,
     MeasuredCosts,
     Outer,
-    Speed,
     WeightsPhase,
     choose,
     predict,
@@ -25,31 +19,8 @@ from thinwire.plan import (
 )
 from thinwire.testing.ranks import run_ranks
 
-CODEC = Blockwise(bits=4, block_size=128)
-SHARDED = {"mesh": {"dp_shard": 2}, "blocking": True, "prefetch": 0}
-DENSE = workload_of(job(name="dense", **SHARDED))
-ARM = workload_of(job(name="block4", weights=(WeightsPhase(1.0, CODEC),), **SHARDED))
 # 4 bits and 4 bytes of scale and minimum per 128 values, against 32 bits.
 SAVED = 1 - 4.25 / 32
-
-
-def links_of(bytes_per_s, *, codec_s=1e-9, axes=("dp_shard",)):
-    speed = Speed.ideal(1e-6, bytes_per_s)
-    group = Group(ranks=(), size=2, collectives=dict.fromkeys(COLLECTIVES, speed))
-    coding = CodecSpeed(
-        encode_latency_s=0.0,
-        encode_s_per_value=codec_s,
-        decode_latency_s=0.0,
-        decode_s_per_value=codec_s,
-    )
-    mesh = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp"), 1) | dict.fromkeys(axes, 2)
-    return Links(
-        world_size=2,
-        mesh=mesh,
-        groups=dict.fromkeys(axes, group),
-        codecs={repr(CODEC): coding},
-        compute=Compute(recipe="job", step_s=0.1),
-    )
 
 
 def test_a_slow_link_chooses_the_compressed_arm():
