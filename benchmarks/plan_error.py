@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from thinwire import plan
@@ -63,9 +64,17 @@ ARMS = {
     "taco": "dense-tp",
 }
 TWINS = tuple(dict.fromkeys(ARMS.values()))
-PROBE_S = 10.0
+# Slow links need the time to reach the sizes that training sends.
+PROBE_S = {"none": 20.0, "20mbit": 20.0, "100mbit": 15.0}
+COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 
 
+@cache
+def made_of(size: str, name: str, num_ranks: int) -> Workload:
+    return without_dense_steps(workload(from_dict(config_of(size, name)), num_ranks))
+
+
+@cache
 def config_of(size: str, name: str) -> dict:
     settings = parse_settings([*SIZES[size], *BATCH, *HEADS])
     steps = WARMUP + ROUNDS * STEPS
@@ -93,14 +102,15 @@ def codecs_of(num_ranks: int) -> list[Codec]:
 def measure(payload: dict) -> dict:
     """Probe this link (and codecs, if asked), then train; what `launch` runs in every rank."""
     codecs = codecs_of(payload["num_ranks"]) if payload["calibrate"] else []
-    links = plan.probe(codecs=codecs, seconds=payload["probe_s"], max_nbytes=2**33)
+    seconds = payload["probe_s"]
+    links = plan.probe(codecs=codecs, seconds=seconds, max_nbytes=2**33, collectives=COLLECTIVES)
     return {"links": links.to_dict(), "rounds": train_rounds(payload)}
 
 
 # The launches
 
 
-def run_launch(num_ranks: int, rate: str, minutes_left: float) -> dict:
+def run_launch(num_ranks: int, rate: str) -> dict:
     cases = [(size, name) for size in RATES[rate] for name in names_at(rate)]
     payload = {
         "configs": [config_of(*case) for case in cases],
@@ -112,7 +122,7 @@ def run_launch(num_ranks: int, rate: str, minutes_left: float) -> dict:
         "threads": 1,
         "num_ranks": num_ranks,
         "calibrate": rate == "none",
-        "probe_s": PROBE_S * (2 if rate == "none" else 1),
+        "probe_s": PROBE_S.get(rate, 10.0),
     }
     with shaped_links([parse_rate(rate)] * num_ranks) as links:
         places = [Place(tuple(links.prefix(r)), links.environment) for r in range(num_ranks)]
@@ -151,7 +161,7 @@ def run(given: argparse.Namespace) -> int:
             print(f"{left:.0f} s are left: run again to go on")
             return 1
         start = time.monotonic()
-        result = run_launch(num_ranks, rate, left / 60)
+        result = run_launch(num_ranks, rate)
         longest = max(longest, time.monotonic() - start)
         part = file.with_suffix(".part")
         part.write_text(json.dumps(result))
@@ -181,8 +191,8 @@ def interpolated(by_rate: dict, rate: str) -> Group:
     low, high = (by_rate[r] for r in pair)
     share = (at - inverse[pair[0]]) / (inverse[pair[1]] - inverse[pair[0]])
     speeds = {}
-    for name, slow in high.collectives.items():
-        fast = low.collectives[name]
+    for name in sorted(high.collectives.keys() & low.collectives.keys()):
+        slow, fast = high.collectives[name], low.collectives[name]
         sizes = sorted({p.nbytes for p in (*slow.points, *fast.points)})
         mixed = [(n, (1 - share) * fast.seconds(n) + share * slow.seconds(n)) for n in sizes]
         points = [Point(nbytes=n, median_s=max(s, 1e-6)) for n, s in mixed]
@@ -244,7 +254,7 @@ class Case:
         self.free_group, self.codecs, self.free_steps = free_group, codecs, free_steps
 
     def made(self, size: str, name: str) -> Workload:
-        return without_dense_steps(workload(from_dict(config_of(size, name)), self.num_ranks))
+        return made_of(size, name, self.num_ranks)
 
     def compute_s(self, size: str, twin: str) -> float:
         """Return the twin's free step less its messages on the free link."""

@@ -196,15 +196,16 @@ class Cluster:
         nodes = -(-num_devices // per_node)
         return replace(self, nodes=nodes, devices_per_node=per_node)
 
-    def with_speed(self, gbit_per_s: float) -> "Cluster":
-        """Return the cluster with another speed of its slowest kind of link."""
-        if self.sites is not None:
+    def with_speed(self, wire: str, gbit_per_s: float) -> "Cluster":
+        """Return the cluster with another speed of "inside", "across" or "sites"."""
+        if wire == "sites":
+            assert self.sites is not None
             sites = replace(self.sites, up_gbit_per_s=gbit_per_s, down_gbit_per_s=gbit_per_s)
             return replace(self, sites=sites)
-        if self.across is not None:
-            return replace(self, across=replace(self.across, gbit_per_s=gbit_per_s))
-        assert self.inside is not None
-        return replace(self, inside=replace(self.inside, gbit_per_s=gbit_per_s))
+        line = self.inside if wire == "inside" else self.across
+        assert line is not None
+        changed = replace(line, gbit_per_s=gbit_per_s)
+        return replace(self, inside=changed) if wire == "inside" else replace(self, across=changed)
 
 
 _SECTIONS = {"inside": Line, "across": Line, "device": Device, "sites": Sites}

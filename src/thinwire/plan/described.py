@@ -81,6 +81,12 @@ class ClusterCosts:
             return "sites"
         return "inside" if self.spread(axis)[1] == 1 else "across"
 
+    @property
+    def slowest_wire(self) -> str:
+        """Return the slowest kind of link that the mesh uses: "sites", "across" or "inside"."""
+        used = {self.wire(axis) for axis, size in self.mesh.items() if size > 1}
+        return next((wire for wire in ("sites", "across") if wire in used), "inside")
+
     def seconds(self, message: Message) -> float:
         """Return the seconds of a message; see `Costs`."""
         wire = self.wire(message.axis)

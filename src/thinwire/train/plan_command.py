@@ -118,12 +118,13 @@ class _Planner:
 
     def _with_crossing(self, arm: Arm) -> Arm:
         """Return the arm with the break-even speed that overlapped messages give."""
-        cluster = self.cluster
-        if cluster is None or not self.prefetch:
+        cluster, described = self.cluster, self.costs
+        if cluster is None or not self.prefetch or not isinstance(described, ClusterCosts):
             return arm
+        wire = described.slowest_wire
 
         def speedup(gbit_per_s: float) -> float:
-            costs = ClusterCosts(cluster.with_speed(gbit_per_s), self.sizes)
+            costs = ClusterCosts(cluster.with_speed(wire, gbit_per_s), self.sizes)
             dense, other = (predict(self.made[n], costs) for n in ("dense", arm.prediction.name))
             return dense.step_s / other.step_s
 
@@ -196,7 +197,7 @@ def _text(advice: Advice) -> str:
     head = (
         f"{'arm':<20}{'step':>10}{'speed-up':>9}{'compute':>10}{'coding':>10}"
         + "".join(f"{link[:9]:>10}" for link in links)
-        + f"{'sent':>10}{'memory':>9}{'pays below':>16}"
+        + f"{'bubble':>10}{'sent':>10}{'memory':>9}{'pays below':>16}"
     )
     lines = [head, _row(advice.dense, None, links)]
     lines += [_row(arm.prediction, arm, links) for arm in advice.arms]
@@ -206,9 +207,9 @@ def _text(advice: Advice) -> str:
 
 
 LEGEND = """\
-seconds of a step, averaged over the run: compute, coding, and waiting for each link's messages;
-sent: bytes per rank and step; pays below: speed of the slowest link at which the arm costs what it
-saves (with links.json: if nothing were overlapped)."""
+seconds of a step, averaged over the run: compute, coding, waiting for each link's messages, and for
+other pipeline stages (bubble); sent: bytes per rank and step; pays below: speed of the slowest link
+at which the arm costs what it saves (with links.json: if nothing were overlapped)."""
 
 
 def _row(found: Prediction, arm: Arm | None, links: Sequence[str]) -> str:
@@ -219,7 +220,8 @@ def _row(found: Prediction, arm: Arm | None, links: Sequence[str]) -> str:
     memory = sum(found.memory_bytes.values())
     return (
         f"{found.name:<20}{_seconds(found.step_s):>10}{speedup:>9}{_seconds(found.compute_s):>10}"
-        f"{_seconds(found.coding_s):>10}{waits}{_size(sum(found.sent_bytes.values())):>10}"
+        f"{_seconds(found.coding_s):>10}{waits}{_seconds(found.bubble_s):>10}"
+        f"{_size(sum(found.sent_bytes.values())):>10}"
         f"{_size(memory):>9}{below:>16}"
     )
 

@@ -110,7 +110,6 @@ def simulate(
         "scaling": scaling,
         "tokens": total,
         "largest": ranks[-1],
-        "slowest_link": "sites" if cluster.sites else "across" if cluster.across else "inside",
         "by_ranks": [one.to_dict() for one in found["ranks"]],
         "by_link": [one.to_dict() for one in found["links"]],
     }
@@ -151,10 +150,11 @@ class _Scale:
     def by_speed(self, config: Config, num_ranks: int) -> Callable[[float], tuple[Workload, Costs]]:
         """Return what `sweep` asks over link speeds."""
         made, _ = self.at(config, num_ranks, self.cluster)
-        sizes = self.sizes(num_ranks)
+        sizes, cluster = self.sizes(num_ranks), self.cluster.with_nodes(num_ranks)
+        wire = ClusterCosts(cluster, sizes).slowest_wire
 
         def make(speed: float) -> tuple[Workload, Costs]:
-            return made, ClusterCosts(self.cluster.with_nodes(num_ranks).with_speed(speed), sizes)
+            return made, ClusterCosts(cluster.with_speed(wire, speed), sizes)
 
         return make
 
