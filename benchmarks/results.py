@@ -14,7 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Run as a script, this folder is on the path, not the one above.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.quality_tables import mixed_table, outer_table, table
 from thinwire.lab.bench import cpu_name
+from thinwire.train.metrics import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,6 +32,7 @@ def keep(given: argparse.Namespace) -> int:
     if "reference" in result:
         for arm in result["arms"]:
             arm.pop("curve")  # long, and drawn by `thinwire compare` itself
+    result.setdefault("versions", versions())
     kept = {
         "title": given.title,
         "command": given.command or result.get("command", ""),
@@ -39,11 +44,6 @@ def keep(given: argparse.Namespace) -> int:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{given.name}.json").write_text(json.dumps(kept, indent=1) + "\n")
     return 0
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def compare_table(result: dict[str, Any]) -> str:
@@ -153,6 +153,9 @@ def plan_error_rows(rows: list[dict[str, Any]]) -> str:
 
 
 def kind_table(result: dict[str, Any]) -> str:
+    if "runs" in result:
+        mixed = "plan" in next(iter(result["runs"].values()))
+        return mixed_table(result["runs"]) if mixed else outer_table(result["runs"])
     if "claims" in result:
         return claims_table(result)
     if "probed" in result:

@@ -1,0 +1,95 @@
+"""Tables of quality runs that hold one record per arm and seed, for `benchmarks/results.py`."""
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from thinwire.lab.statistics import paired, std_err
+
+Losses = dict[str, dict[int, float]]  # arm -> seed -> held-out loss, nats
+
+
+def spread(values: Iterable[float]) -> str:
+    found = list(values)
+    error = std_err(found)
+    return f"{statistics.fmean(found):.4f}" + (f" ± {error:.4f}" if error is not None else "")
+
+
+def gap(arm: dict[int, float], reference: dict[int, float]) -> str:
+    """Return the mean paired difference with its 95 % interval."""
+    seeds = sorted(set(arm) & set(reference))
+    if len(seeds) < 2:
+        return f"{arm[seeds[0]] - reference[seeds[0]]:+.4f}" if seeds else ""
+    pair = paired([arm[s] for s in seeds], [reference[s] for s in seeds], margin=0.01)
+    return f"{pair.mean:+.4f} ({pair.low:+.4f} to {pair.high:+.4f})"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def outer_table(runs: dict[str, Any], tuning_seed: int = 99) -> str:
+    """Return the table of `benchmarks/sparseloco_quality.py`; its first arm is the reference."""
+    final = [r for r in runs.values() if r["seed"] != tuning_seed]
+    losses: Losses = {}
+    for r in final:
+        losses.setdefault(r["arm"], {})[r["seed"]] = r["val_loss"]
+    first = next(iter(losses))
+    about = {r["arm"]: r for r in final}
+    rows = []
+    for arm, seeds in losses.items():
+        r = about[arm]
+        ratio = f"{r['dense_bytes'] / r['wire_bytes']:.0f}×" if r["wire_bytes"] else ""
+        rows.append(
+            [f"`{arm}`", f"{r['lr']:g}", str(len(seeds)), spread(seeds.values()),
+             "reference" if arm == first else gap(seeds, losses[first]), ratio]
+        )  # fmt: skip
+    tuned: dict[str, dict[float, float]] = {}
+    for r in runs.values():
+        if r["seed"] == tuning_seed:
+            tuned.setdefault(r["arm"], {})[r["lr"]] = r["val_loss"]
+    rates = sorted({lr for found in tuned.values() for lr in found})
+    head = ["arm", "rate", "seeds", "held-out loss ± s.e., nats", f"to `{first}` (95 % interval)",
+            "bytes below dense"]  # fmt: skip
+    text = table(head, rows)
+    if tuned:
+        shown = [
+            [f"`{arm}`", *(f"{found[lr]:.4f}" if lr in found else "" for lr in rates)]
+            for arm, found in tuned.items()
+        ]
+        text += "\n\nRates were chosen on a seed of its own:\n\n"
+        text += table(["arm", *(f"rate {lr:g}" for lr in rates)], shown)
+    return text
+
+
+def mixed_table(runs: dict[str, Any]) -> str:
+    """Return the tables of `benchmarks/hetero_quality.py`."""
+    losses: dict[str, Losses] = {"full": {}, "projected": {}}
+    own: dict[str, str] = {}
+    for r in runs.values():
+        arm = r["plan"]["arm"]
+        inside = arm["which"] == "uniform" and arm["mode"] == "constrained"
+        own[r["name"]] = "projected" if inside or arm["constrain_full"] else "full"
+        for mode, found in losses.items():
+            found.setdefault(r["name"], {})[r["plan"]["seed"]] = r["losses"][mode]
+    best = {name: losses[mode][name] for name, mode in own.items()}
+    none = best.get("none", {})
+    rows = [
+        [f"`{name}`", str(len(best[name])), spread(losses["full"][name].values()),
+         spread(losses["projected"][name].values()), own[name],
+         "reference" if name == "none" else gap(best[name], none)]
+        for name in own
+    ]  # fmt: skip
+    head = ["arm", "seeds", "weights as they are", "projected", "mode that suits it",
+            "to `none` (95 % interval)"]  # fmt: skip
+    text = table(head, rows)
+    duels = []
+    for name in own:
+        other = name.replace("selective", "uniform")
+        if name.startswith("selective") and other in own:
+            duels.append([name.removeprefix("selective-"), gap(best[name], best[other])])
+    if duels:
+        text += "\n\nSelective minus uniform, each in the mode that suits it:\n\n"
+        text += table(["compression", "nats (95 % interval)"], duels)
+    return text
