@@ -17,10 +17,13 @@ from thinwire.train.workload import workload
 
 MISTAKES = {
     "aquavti": "arm 'aquavti': unknown recipe 'aquavti': did you mean 'aquavit'?",
-    "--seconds 0": "--seconds must be above 0",
-    "--seconds nan": "--seconds must be above 0",
-    "--max-mbytes -1": "--max-mbytes must be above 0",
-    "--timeout 0": "--timeout must be above 0",
+    "--seconds 0": "--seconds must be above 0 and finite",
+    "--seconds nan": "--seconds must be above 0 and finite",
+    "--seconds inf": "--seconds must be above 0 and finite",
+    "--max-mbytes -1": "--max-mbytes must be above 0 and finite",
+    "--max-mbytes inf": "--max-mbytes must be above 0 and finite",
+    "--timeout 0": "--timeout must be above 0 and finite",
+    "--set data.source=sotu": "--set data.source: the probe reads no such setting, leave it out",
     "--nproc 0": "--nproc must be at least 1",
     "--nproc 3": "data.batch_seqs 16 must be a multiple of data ranks x data.micro_batches = 3",
     "--step mine": "--step 'mine' must be module:function, or none",

@@ -60,7 +60,7 @@ def test_every_axis_and_collective_is_measured_and_equal_on_all_ranks(tmp_path):
     assert set(first.codecs) == {repr(codec) for codec in codecs} | {"select"}
     assert first.compute.recipe == "mine"
     assert (first.compute.tokens, first.compute.params) == (7, 9)
-    assert first.compute.forward_s == 0.25
+    assert first.compute.forward_s == pytest.approx(first.compute.step_s)  # its one part
     first.write(tmp_path / "links.json")
     assert Links.read(tmp_path / "links.json") == first
 
@@ -141,6 +141,26 @@ def test_a_step_that_fails_on_one_rank_fails_on_all():
     assert {str(e) for e in errors} == {"rank 1: step of mod:fn failed: ValueError: no data left"}
 
 
+def test_parts_of_a_step_add_up_to_it():
+    """Each part has a slowest rank of its own: their largest values would add up to more."""
+
+    def work(rank):
+        def step():
+            time.sleep(0.01)
+            return {"forward_s": 0.006 + 0.01 * rank, "backward_s": 0.016 - 0.01 * rank}
+
+        return probe(work=Work("mod:fn", step), seconds=0.3, collectives=("all_gather",))
+
+    compute = run_ranks(2, work)[0].compute
+    assert compute.forward_s + compute.backward_s == pytest.approx(compute.step_s)
+    assert compute.forward_s == pytest.approx(compute.backward_s)
+
+
+def test_without_a_process_group_the_probe_says_so():
+    with pytest.raises(ConfigError, match="needs a process group"):
+        probe(seconds=0.1)
+
+
 def test_a_codec_that_fails_names_itself():
     class Broken(Cast):
         def encode(self, x, *, out=None):
@@ -180,9 +200,9 @@ def test_agreement_is_the_largest_of_all_ranks():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"seconds": 0.0}, "the probe's seconds must be above 0, got 0.0"),
-        ({"seconds": float("nan")}, "the probe's seconds must be above 0, got nan"),
-        ({"max_nbytes": -1}, "the probe's max_nbytes must be above 0, got -1"),
+        ({"seconds": 0.0}, "the probe's seconds must be above 0 and finite, got 0.0"),
+        ({"seconds": float("nan")}, "the probe's seconds must be above 0 and finite, got nan"),
+        ({"max_nbytes": -1}, "the probe's max_nbytes must be above 0 and finite, got -1"),
         ({"collectives": ("gather",)}, "unknown collective 'gather'"),
     ],
 )

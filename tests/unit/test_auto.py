@@ -1,5 +1,6 @@
 """Which arms compress "auto" weighs, and how real steps calibrate what is predicted."""
 
+import math
 import threading
 from dataclasses import replace
 
@@ -64,7 +65,9 @@ def test_arms_by_name():
         arms(replace(AUTO, auto=Auto(arms="tacoo")))
 
 
-@pytest.mark.parametrize("settings", [{"seconds": 0.0}, {"margin": -0.1}, {"seconds": -1.0}])
+@pytest.mark.parametrize(
+    "settings", [{"seconds": 0.0}, {"margin": -0.1}, {"seconds": -1.0}, {"seconds": math.inf}]
+)
 def test_bad_settings(settings):
     with pytest.raises(ConfigError, match="auto: seconds must be above 0 and margin at least 0"):
         Auto(**settings)

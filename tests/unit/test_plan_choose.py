@@ -97,6 +97,7 @@ def test_what_cannot_be_weighed_is_refused_on_all_ranks():
     [
         ([ARM], {"margin": -0.1}, "margin must be at least 0, got -0.1"),
         ([ARM, ARM], {}, "names unlike each other"),
+        ([ARM], {"step_s": float("inf")}, "step_s must be above 0 and finite, got inf"),
         ([replace(ARM, mesh={"tp": 2})], {}, "arm block4 has another mesh than dense"),
     ],
 )

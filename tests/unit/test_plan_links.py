@@ -78,6 +78,17 @@ def test_one_point_and_falling_points_still_give_a_rate():
     assert falling.bytes_per_s == pytest.approx(1000)
 
 
+def test_a_fast_large_message_does_not_set_the_rate():
+    """A line through the larger half would be flat: the link would look 50 times as fast."""
+    times = {512: 1e-4, 2048: 1e-4, 8192: 2e-4, 65_536: 3.9e-3, 262_144: 3.95e-3, 1_048_576: 4e-3}
+    speed = Speed.fit([Point(nbytes=n, median_s=t) for n, t in times.items()])
+    chord = (1_048_576 - 512) / (4e-3 - 1e-4)
+    assert speed.bytes_per_s == pytest.approx(2 * chord)
+    assert speed.disturbed == 1.0
+    slow = Speed.fit([Point(nbytes=10, median_s=0.3), Point(nbytes=100, median_s=0.1)])
+    assert slow.disturbed == pytest.approx(3.0)
+
+
 def test_ideal_speed():
     speed = Speed.ideal(0.001, 1e6)
     assert speed.seconds(500_000) == pytest.approx(0.501)
@@ -98,6 +109,9 @@ def test_missing_and_partial_file(tmp_path):
         Links.read(path)
     _links().write(path)
     path.write_text(path.read_text()[:200])
+    with pytest.raises(ConfigError, match="is no whole JSON file"):
+        Links.read(path)
+    path.write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="is no whole JSON file"):
         Links.read(path)
     path.write_text('{"version": 1, "world_size": 4}')
@@ -126,6 +140,10 @@ _SHARD = ("groups", "dp_shard", "collectives", "all_gather")
     ("keys", "value", "message"),
     [
         (("version",), 2, "version 2 is unknown"),
+        (("version",), True, "version True is unknown"),
+        (("speeds",), {}, "speeds is unknown: known: world_size, mesh"),
+        (("groups", "dp_shard", "speed"), 1, r"groups.dp_shard.speed is unknown: known: ranks"),
+        ((*_SHARD, "bytes_per_s"), 10**400, "bytes_per_s is too large a number"),
         (("codecs",), None, "codecs is missing: the file is partial"),
         (("mesh",), 3, "mesh must be a table"),
         (("mesh", "tp"), 3, "doesn't fit world_size 4"),

@@ -1,6 +1,7 @@
 """`thinwire probe`: measure a mesh's links, codec speeds and a step's computation: links.json."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,10 @@ from thinwire.train.recipes import DEFAULT, recipe
 
 __all__ = ["main"]
 
+# A message that took this many times as long as a larger one tells of a disturbed probe.
+DISTURBED = 1.5
+# Batches are made up, one step is timed, and --out is a file.
+_UNREAD = ("data", "data.source", "steps", "seed", "out", "stop_after")
 _JOB = "thinwire.train.probing:probe_job"
 
 
@@ -54,6 +59,9 @@ def _join(payload: dict[str, Any]) -> dict[str, Any]:
 def _config(given: argparse.Namespace) -> Config:
     """Return the configuration whose mesh and step are probed."""
     settings = parse_settings(given.set)
+    for key, _ in settings:
+        if key in _UNREAD:
+            raise ConfigError(f"--set {key}: the probe reads no such setting, leave it out")
     if given.config is None:
         arm = parse_arm(given.arm or DEFAULT, settings)
         config = config_from_args(arm.arguments, recipe(arm.recipe))
@@ -74,8 +82,8 @@ def _payload(given: argparse.Namespace, config: Config, under_torchrun: bool) ->
     if under_torchrun and given.nproc is not None:
         raise ConfigError("--nproc starts local ranks itself: leave it out under torchrun")
     for flag in ("seconds", "max_mbytes", "timeout"):
-        if not getattr(given, flag) > 0:
-            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0")
+        if not 0 < getattr(given, flag) < math.inf:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0 and finite")
     if given.nproc is not None and given.nproc < 1:
         raise ConfigError("--nproc must be at least 1")
     if given.step not in ("", "none") and not all(given.step.partition(":")):
@@ -118,14 +126,16 @@ def _table(links: Any) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in links.mesh.items())
     lines = [
         f"mesh {mesh}",
-        f"{'group':<14}{'collective':<16}{'latency':>12}{'MB/s':>10}{'to':>10}",
+        f"{'group':<14}{'collective':<16}{'latency':>12}{'MB/s':>10}{'to':>10}{'spread':>9}",
     ]
     for axis, group in links.groups.items():
         for name, speed in group.collectives.items():
-            largest = speed.points[-1].nbytes
+            largest = speed.points[-1]
+            spread = max(p.iqr_s / p.median_s for p in speed.points)
+            mark = "  disturbed" if speed.disturbed > DISTURBED else ""
             lines.append(
                 f"{axis:<14}{name:<16}{speed.latency_s * 1e6:9.0f} us"
-                f"{speed.bytes_per_s / 1e6:10.1f}{largest / 1e6:7.2f} MB"
+                f"{speed.bytes_per_s / 1e6:10.1f}{largest.nbytes / 1e6:7.2f} MB{spread:9.0%}{mark}"
             )
     if links.codecs:
         encode = [1e-6 / codec.encode_s_per_value for codec in links.codecs.values()]
@@ -141,7 +151,8 @@ def _table(links: Any) -> str:
 
 _LEGEND = (
     "latency: of the smallest message; MB/s: of what a rank hands in, beyond the latency; to: the\n"
-    "largest message measured."
+    "largest message measured; spread: quartile distance over the median, of the worst size.\n"
+    "disturbed: a message took much longer than a larger one; probe again on quieter machines."
 )
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from thinwire.errors import ConfigError
 from thinwire.plan.links import Links
 from thinwire.plan.measured import MeasuredCosts
-from thinwire.plan.predict import Arm, Prediction, compare, predict
+from thinwire.plan.predict import PAYS, Arm, Prediction, compare, predict
 from thinwire.plan.workload import Workload
 
 __all__ = ["OFF", "Choice", "Measured", "choose"]
@@ -53,9 +53,10 @@ class Choice:
         """Return what was chosen and the expected gain, in one line."""
         dense_s = self.dense.step_s
         if self.chosen is not self.dense:
+            small = "" if self.speedup > PAYS else ", a small gain"
             return (
                 f"chose {self.name}: expected {self.chosen.step_s:.4g} s a step against "
-                f"{dense_s:.4g} s dense, {self.speedup:.2f}x"
+                f"{dense_s:.4g} s dense, {self.speedup:.2f}x{small}"
             )
         head = f"chose {self.name}: expected {dense_s:.4g} s a step"
         if not self.arms:
@@ -115,7 +116,8 @@ def choose(
         links: what `probe` measured.
         dense: the uncompressed run.
         arms: compressed runs over the same mesh, names unlike each other.
-        margin: an arm must be faster than the dense run by more than this share.
+        margin: an arm must be faster than the dense run by more than this share. Less than what
+            `plan` calls paying (5 %): a run that has to choose takes small gains too.
         step_s: seconds of a step's computation; None takes the probe's.
         group: ranks that choose together; None: all.
 

@@ -84,9 +84,19 @@ class Speed:
             raise ConfigError("points must hold at least one measurement")
         upper = ordered[-max(2, (len(ordered) + 1) // 2) :]
         last = ordered[-1]
-        seconds_per_byte = _slope(upper)
+        floor = _floor(ordered)
+        # A large size that happened to go fast can flatten the line to any speed: half of the
+        # straight way from the smallest to the largest message is the least it may rise.
+        chord = (floor[-1] - floor[0]) / max(1, last.nbytes - ordered[0].nbytes)
+        seconds_per_byte = max(_slope(upper), chord / 2)
         rate = 1 / seconds_per_byte if seconds_per_byte > 0 else last.nbytes / last.median_s
-        return cls(points=ordered, latency_s=_floor(ordered)[0], bytes_per_s=rate)
+        return cls(points=ordered, latency_s=floor[0], bytes_per_s=rate)
+
+    @property
+    def disturbed(self) -> float:
+        """Return the largest factor by which a message took longer than a larger one; 1: none."""
+        floor = _floor(self.points)
+        return max(p.median_s / least for p, least in zip(self.points, floor, strict=True))
 
     @classmethod
     def ideal(cls, latency_s: float, bytes_per_s: float) -> "Speed":
@@ -293,12 +303,13 @@ class Links:
         """
         table = _table(values, "links")
         version = table.get("version")
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             raise ConfigError(f"version {version!r} is unknown: this thinwire reads {VERSION}")
         keys = ("world_size", "mesh", "groups", "codecs", "compute")
         for key in keys:
             if key not in table:
                 raise ConfigError(f"{key} is missing: the file is partial, probe again")
+        _refuse_others(table, (*keys, "version", "about"), "")
         groups = _table(table["groups"], "groups")
         codecs = _table(table["codecs"], "codecs")
         compute = table["compute"]
@@ -328,7 +339,7 @@ class Links:
             raise ConfigError(f"{path} cannot be read: {error}") from None
         try:
             return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError, ValueError) as error:
             raise ConfigError(f"{path} is no whole JSON file ({error}): probe again") from None
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
@@ -375,6 +386,7 @@ def _group(value: Any, where: str) -> Group:
     for key in ("ranks", "size", "collectives"):
         if key not in table:
             raise ConfigError(f"{where}.{key} is missing: the file is partial, probe again")
+    _refuse_others(table, ("ranks", "size", "collectives"), f"{where}.")
     collectives = _table(table["collectives"], f"{where}.collectives")
     speeds = {k: _speed(v, f"{where}.collectives.{k}") for k, v in collectives.items()}
     ranks = table["ranks"]
@@ -419,6 +431,12 @@ def _named(make: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {error}") from None
 
 
+def _refuse_others(table: Mapping[str, Any], known: Sequence[str], prefix: str) -> None:
+    unknown = sorted(set(table) - set(known))
+    if unknown:
+        raise ConfigError(f"{prefix}{unknown[0]} is unknown: known: {', '.join(known)}")
+
+
 def _table(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} must be a table, got {value!r:.60}")
@@ -427,7 +445,10 @@ def _table(value: Any, where: str) -> Mapping[str, Any]:
 
 def _value(value: Any, kind: type, where: str) -> Any:
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{where} is too large a number") from None
     if kind in (int, float, str) and type(value) is not kind:
         raise ConfigError(f"{where} must be of type {kind.__name__}, got {value!r:.60}")
     return value

@@ -1,5 +1,6 @@
 """What operations cost by links.json: messages by interpolation, codecs by measured speeds."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -45,8 +46,8 @@ class MeasuredCosts:
             raise ConfigError(
                 "the links hold no compute time of a step: probe again with a recipe's step"
             )
-        if self.step_s is not None and not self.step_s > 0:
-            raise ConfigError(f"step_s must be above 0, got {self.step_s}")
+        if self.step_s is not None and not 0 < self.step_s < math.inf:
+            raise ConfigError(f"step_s must be above 0 and finite, got {self.step_s}")
 
     def least_s(self, message: Message) -> float:
         """Return the latency of the smallest message; see `Costs`."""

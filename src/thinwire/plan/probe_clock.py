@@ -5,6 +5,7 @@ numbers, so that all ranks plan the same calls; a failure or an interruption on 
 all of them in the same call.
 """
 
+import math
 import signal
 import threading
 import time
@@ -65,8 +66,8 @@ class Clock:
         progress: bool = False,
     ) -> None:
         for name, value in (("seconds", seconds), ("max_nbytes", max_nbytes)):
-            if not value > 0:
-                raise ConfigError(f"the probe's {name} must be above 0, got {value}")
+            if not 0 < value < math.inf:
+                raise ConfigError(f"the probe's {name} must be above 0 and finite, got {value}")
         self.seconds, self.max_nbytes, self.timeout_s = seconds, max_nbytes, timeout_s
         self.device = device
         self.elapsed_s, self.sent_nbytes, self.interrupted = 0.0, 0, False

@@ -167,9 +167,13 @@ def measure_step(work: Work, clock: Clock, seconds: float) -> Compute:
         samples += clock.alone(what, once, 1)
     samples = [seconds / work.divide_by for seconds in samples]
     of_parts = clock.agree([statistics.median(column) for column in zip(*parts[1:], strict=True)])
+    step_s = max(statistics.median(samples), 1e-9)
+    # Each part's slowest rank may be another one: what is kept are the parts' shares of the step.
+    total_s = sum(of_parts)
+    of_parts = [part * step_s / total_s if total_s else 0.0 for part in of_parts]
     return Compute(
         recipe=work.name,
-        step_s=max(statistics.median(samples), 1e-9),
+        step_s=step_s,
         iqr_s=spread_s(samples),
         rounds=len(samples),
         tokens=work.tokens,

@@ -59,7 +59,8 @@ def probe(
         What `Links.write` puts into links.json.
 
     Raises:
-        ConfigError: a mesh without names, an unknown collective, a budget of nothing.
+        ConfigError: no process group, a mesh without names, an unknown collective, a budget of
+            nothing.
         ProbeError: a codec or the step raised on some rank; every rank raises.
         PeerError: a rank was lost or didn't answer in time.
         ProbeInterrupted: Ctrl-C or SIGTERM on some rank; every rank raises.
@@ -68,6 +69,8 @@ def probe(
         >>> links = tw.plan.probe(mesh, codecs=[Blockwise(bits=4)], seconds=10)
         >>> links.group("dp_shard").seconds("all_gather", 1_000_000)
     """
+    if not dist.is_initialized():
+        raise ConfigError("probe needs a process group: call torch.distributed.init_process_group")
     for name in collectives:
         if name not in COLLECTIVES:
             raise ConfigError(f"unknown collective {name!r}: known: {', '.join(COLLECTIVES)}")

@@ -8,6 +8,7 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.train.config import Config, Systems
 from thinwire.train.recipes import recipe
+from thinwire.train.support import asked_for, refusal
 
 __all__ = ["LINK_OF", "candidates", "dense_twin", "joined", "to_toml"]
 
@@ -49,6 +50,7 @@ def dense_twin(config: Config) -> Config:
 def candidates(config: Config, sizes: Mapping[str, int]) -> dict[str, Config]:
     """Return arm name -> the dense twin with that arm's systems, for the axes that have ranks.
 
+    Arms that do not go together with what stays of the configuration are left out.
     Replicas that train apart (outer rounds) change what is learnt in a step; they are offered where
     the configuration asks for rounds already.
     """
@@ -59,7 +61,9 @@ def candidates(config: Config, sizes: Mapping[str, int]) -> dict[str, Config]:
         if link == "outer" and config.systems.outer.method == "none":
             continue
         for name in names:
-            found[name] = _with_arm(dense, config, link, name)
+            arm = _with_arm(dense, config, link, name)
+            if refusal(asked_for(arm)) is None:
+                found[name] = arm
     return found
 
 

@@ -3,6 +3,7 @@
 Nothing here imports torch, so that the command line answers at once.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -474,10 +475,11 @@ class Auto:
     """Recipes to choose among, beside dense: "aquavit,zeropp"; with several links "taco+aquavit".
     Empty: those that fit the mesh and leave the model as it is."""
     margin: float = 0.02
-    """Share by which an arm must be faster than dense."""
+    """Share by which an arm must be faster than dense; `plan` says "pays" from 5 % on, but a run
+    that has to choose takes small gains too."""
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0 or not self.margin >= 0:
+        if not 0 < self.seconds < math.inf or not 0 <= self.margin < math.inf:
             raise ConfigError("auto: seconds must be above 0 and margin at least 0")
 
 
