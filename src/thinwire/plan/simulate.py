@@ -20,6 +20,7 @@ from thinwire.plan.workload import Costs, Workload
 __all__ = ["MAX_RANKS", "Stragglers", "Sweep", "sweep"]
 
 MAX_RANKS = 1_000_000
+_RANGES = (("jitter", 0.0, 1e6), ("slow_share", 0.0, 1.0), ("slow_factor", 1.0, 1e6))
 # Workload and costs of a place of a sweep: ranks, or a link's Gbit/s.
 Make = Callable[[float], tuple[Workload, Costs]]
 
@@ -39,11 +40,14 @@ class Stragglers:
     slow_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.jitter >= 0 or not 0 <= self.slow_share <= 1 or not self.slow_factor >= 1:
-            raise ConfigError(
-                "stragglers: jitter must be at least 0, slow_share from 0 to 1 and slow_factor at "
-                "least 1"
-            )
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(
+                    f"stragglers: {name} ({flag}) must lie between {low:g} and {high:g}, got "
+                    f"{value}"
+                )
 
     def slowdown(self, num_ranks: int) -> float:
         """Return the factor on the computation of the slowest of `num_ranks`."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire.errors import ConfigError, RunError
 from thinwire.plan import Cluster, ClusterCosts, Costs, Workload
+from thinwire.plan.cluster import LEAST, MOST
 from thinwire.plan.simulate import MAX_RANKS, Stragglers, Sweep, sweep
 from thinwire.train.arguments import Arguments
 from thinwire.train.axes import resolve_axes
@@ -169,8 +170,10 @@ def _check(ranks: Sequence[int], gbit_per_s: Sequence[float], scaling: str) -> N
     ):
         raise ConfigError(f"--ranks must rise and lie between 1 and {MAX_RANKS}, got {list(ranks)}")
     speeds = list(gbit_per_s)
-    if speeds != sorted(set(speeds)) or any(not speed > 0 for speed in speeds):
-        raise ConfigError(f"--gbit-per-s must rise and be above 0, got {speeds}")
+    if speeds != sorted(set(speeds)) or any(not LEAST <= speed <= MOST for speed in speeds):
+        raise ConfigError(
+            f"--gbit-per-s must rise and be above 0, from {LEAST:g} to {MOST:g}, got {speeds}"
+        )
 
 
 def _arms(config: Config, sizes: dict[str, int], names: Sequence[str]) -> dict[str, Config]:
