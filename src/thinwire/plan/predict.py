@@ -229,7 +229,7 @@ def _why(dense: Prediction, arm: Prediction, saved: float, speedup: float) -> st
             return head + (
                 f"it sends fewer bytes but still waits {seconds_text(arm.waiting_s)} of a step of "
                 f"{seconds_text(arm.step_s)} for messages, {seconds_text(dense.waiting_s)} dense: "
-                "its collectives take as long on this link"
+                "its collectives take at least as long on this link"
             )
         if arm.coding_s < own:
             return head + f"{_work(arm, own)} in a step save {less} of waiting"
@@ -260,6 +260,6 @@ def seconds_text(seconds: float) -> str:
         return "0 ms"
     if seconds < 1e-4:
         return f"{1e6 * seconds:.3g} us"
-    if seconds < 0.1:
+    if seconds < 0.09995:
         return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.3f} s" if seconds < 1000 else f"{seconds:.4g} s"
