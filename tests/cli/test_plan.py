@@ -2,6 +2,8 @@
 
 import json
 import re
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -309,3 +311,20 @@ def test_no_time_is_negative_or_a_rounding_of_zero():
     assert found == [
         "0 ms", "0 ms", "9.03 us", "42 us", "0.42 ms", "0.250 s", "1.500 s", "1.234e+04 s"
     ]  # fmt: skip
+
+
+def test_the_documented_cluster_and_command_work(tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    block = text[text.index("    # cluster.toml") : text.index("With it, two replicas")]
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.toml").write_text(textwrap.dedent(block))
+    command = next(line for line in text.splitlines() if "--mesh.dp-replicate" in line)
+    assert cli.main(command.split()[1:]) == 0
+    assert "recommendation: " in capsys.readouterr().out
+
+
+def test_several_links_with_stored_weights_are_refused_by_name(slow, capsys):
+    args = ["plan", "everything", "--cluster", str(slow.with_name("slow.toml")), "--nproc", "4"]
+    slow.write_text(slow.read_text().replace("nodes = 2", "nodes = 4"))
+    assert cli.main(args) == 2
+    assert "doesn't cover gathers of stored weights" in capsys.readouterr().err
