@@ -1,6 +1,9 @@
 """`thinwire plan`: tables, advice, a configuration that trains, and one line for every mistake."""
 
 import json
+import re
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -150,6 +153,14 @@ def test_two_links_are_combined(tmp_path):
         (["--cluster", "SLOW", "--arms", "taco"], "compresses link tensor"),
         (["--cluster", "SLOW", "--arms", "tako"], "did you mean 'taco'"),
         (["--cluster", "SLOW", "--model.dmi", "3"], "unknown setting"),
+        (["--cluster", "SLOW", "--nproc", "0"], "--nproc must be at least 1, got 0"),
+        (["--cluster", "SLOW", "--nproc", "-2"], "--nproc must be at least 1, got -2"),
+        (["--links", "GOOD", "--step-s", "inf"], "--step-s must be above 0 and finite, got inf"),
+        (["--links", "GOOD", "--step-s", "nan"], "--step-s must be above 0 and finite, got nan"),
+        (
+            ["--cluster", "SLOW", "--model.dim", "8", "stray"],
+            "thinwire: Unrecognized options: stray",
+        ),
         (["--cluster", "SLOW", "--step-s", "1"], "--step-s goes with --links"),
         (["--links", "PARTIAL"], "probe again"),
         (["--links", "CUT"], "probe again"),
@@ -180,3 +191,140 @@ def test_mistakes_are_one_line(words, says, slow, tmp_path, capsys):
     assert says in error
     assert error.count("\n") == 1
     assert error.startswith("thinwire: ")
+
+
+SITES = """
+nodes = 4
+devices_per_node = 1
+[device]
+tflops = 10.0
+memory_gbyte_per_s = 500.0
+[sites]
+count = 4
+up_gbit_per_s = 0.5
+down_gbit_per_s = 0.5
+latency_s = 0.0
+speeds = {speeds}
+"""
+
+
+def sites_advice(tmp_path, speeds, arms):
+    from thinwire.train.plan_command import make_advice
+
+    path = tmp_path / "sites.toml"
+    path.write_text(SITES.format(speeds=speeds))
+    return make_advice(recipe("diloco-int8"), None, path, arms=arms)
+
+
+def test_a_slow_site_holds_up_the_computation_and_the_coding(tmp_path):
+    even = sites_advice(tmp_path, [1, 1, 1, 1], ["diloco-int8"])
+    slow = sites_advice(tmp_path, [1, 0.25, 1, 2], ["diloco-int8"])
+    assert slow.dense.compute_s == pytest.approx(4 * even.dense.compute_s)
+    one, other = (advice.arms[0].prediction for advice in (even, slow))
+    assert other.compute_s == pytest.approx(4 * one.compute_s)
+    assert other.coding_s == pytest.approx(4 * one.coding_s)
+    assert slow.dense.sent_bytes == even.dense.sent_bytes
+
+
+def test_words_name_the_figures_of_the_table(tmp_path):
+    from thinwire.plan.predict import seconds_text
+
+    advice = sites_advice(tmp_path, [1, 1, 1, 1], [])
+    for arm in advice.arms:
+        found = arm.prediction
+        if "coding" in arm.words:
+            assert found.coding_s > 0
+            assert f"{seconds_text(found.coding_s)} of coding" in arm.words or (
+                f"coding takes {seconds_text(found.coding_s)} of a step" in arm.words
+            )
+        else:
+            assert found.coding_s == 0
+
+
+def test_sparse_exchanges_that_take_as_long_are_not_blamed_on_coding(tmp_path):
+    advice = sites_advice(tmp_path, [1, 1, 1, 1], ["scape-99"])
+    assert advice.dense.waiting_s > 0.5 * advice.dense.step_s
+    assert "link is too fast" not in advice.arms[0].words
+
+
+def limited(tmp_path, gbyte, name="limited.toml"):
+    path = tmp_path / name
+    path.write_text(CLUSTER.format(rate=0.2) + f"memory_gbyte = {gbyte:.9f}\n")
+    return path
+
+
+def sizes_of(path):
+    from thinwire.train.plan_command import make_advice
+
+    advice = make_advice(recipe("dense-fsdp"), None, path)
+    arms = {a.prediction.name: sum(a.prediction.memory_bytes.values()) for a in advice.arms}
+    return sum(advice.dense.memory_bytes.values()), arms, advice
+
+
+def test_an_arm_that_does_not_fit_is_marked_and_never_recommended(slow, tmp_path, capsys):
+    dense, arms, free = sizes_of(slow)
+    assert free.memory_limit == 0
+    # Kept wire is what the fast arm holds beyond the others.
+    assert arms["aquavit-keep-wire"] > arms["aquavit"] == dense
+    path = limited(tmp_path, (dense + 1) / 1e9)
+    _, _, advice = sizes_of(path)
+    assert "aquavit-keep-wire" not in advice.chosen
+    assert advice.chosen
+    args = ["plan", "dense-fsdp", "--cluster", str(path), "--write", str(tmp_path / "plan.toml")]
+    assert cli.main([*args, "--json", str(tmp_path / "plan.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if line.startswith("aquavit-keep-wire "))
+    assert "MB!" in row
+    assert "MB!" not in next(line for line in lines if line.startswith("dense "))
+    words = next(line for line in lines if line.startswith("aquavit-keep-wire: "))
+    assert words.startswith("aquavit-keep-wire: does not fit, needing about 0.0")
+    fits = {a["name"]: a["fits"] for a in json.loads((tmp_path / "plan.json").read_text())["arms"]}
+    assert not fits["aquavit-keep-wire"]
+    assert fits["aquavit"]
+
+
+def test_nothing_that_fits_is_said_and_not_written(tmp_path, capsys):
+    written = tmp_path / "plan.toml"
+    args = ["plan", "dense-fsdp", "--cluster", str(limited(tmp_path, 0.001))]
+    assert cli.main([*args, "--write", str(written)]) == 2
+    out, error = capsys.readouterr()
+    assert "recommendation: nothing fits: even " in out
+    assert "of a device's 0.001 GB; add devices" in out
+    assert error == f"thinwire: {written} is not written: no run fits [device] memory_gbyte\n"
+    assert not written.exists()
+
+
+def test_columns_stand_apart(fast, capsys):
+    assert cli.main(["plan", "dense-fsdp", "--cluster", str(fast)]) == 0
+    table = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    head, dense, *rows = [re.split(r" {2,}", line) for line in table]
+    assert len(dense) == len(head) - 2  # no speed-up, no break-even
+    assert rows
+    assert all(len(row) in (len(head), len(head) - 1) for row in rows)
+    assert "e-" not in "".join(table).replace("dense-", "")
+
+
+def test_no_time_is_negative_or_a_rounding_of_zero():
+    from thinwire.plan.predict import seconds_text
+
+    found = [seconds_text(s) for s in (6e-16, -7e-9, 9.03e-6, 42e-6, 4.2e-4, 0.25, 1.5, 12345.0)]
+    assert found == [
+        "0 ms", "0 ms", "9.03 us", "42 us", "0.42 ms", "0.250 s", "1.500 s", "1.234e+04 s"
+    ]  # fmt: skip
+
+
+def test_the_documented_cluster_and_command_work(tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    block = text[text.index("    # cluster.toml") : text.index("With it, two replicas")]
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.toml").write_text(textwrap.dedent(block))
+    command = next(line for line in text.splitlines() if "--mesh.dp-replicate" in line)
+    assert cli.main(command.split()[1:]) == 0
+    assert "recommendation: " in capsys.readouterr().out
+
+
+def test_several_links_with_stored_weights_are_refused_by_name(slow, capsys):
+    args = ["plan", "everything", "--cluster", str(slow.with_name("slow.toml")), "--nproc", "4"]
+    slow.write_text(slow.read_text().replace("nodes = 2", "nodes = 4"))
+    assert cli.main(args) == 2
+    assert "doesn't cover gathers of stored weights" in capsys.readouterr().err

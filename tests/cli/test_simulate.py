@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -143,7 +144,19 @@ def test_the_command_writes_page_and_numbers(tmp_path, capsys):
     assert found["format"] == "thinwire.simulate/1"
     text = page.read_text()
     assert "Scaling efficiency" in text
-    assert text.count("<figure") == 5
+    assert text.count("<figure") == 4
+    assert found["tokens"] is None
+    assert found["by_ranks"][0]["hours"] == []
+    assert "hours" not in out.lower()
+    assert "Hours" not in text.split("</style>")[1]
+    for one in found["by_link"]:
+        assert "efficiency" not in one
+        pairs = zip(found["by_link"][0]["step_s"], one["step_s"], strict=True)
+        assert one["speedup"] == pytest.approx([dense / step for dense, step in pairs])
+    over_links = text.split("Every link speed")[1]
+    assert "Speed-up" in over_links
+    assert "Efficiency</th>" not in over_links
+    assert "1.00x" in over_links
     assert "Gbit/s" in text
     assert "http" not in text.split("</style>")[1]
 
@@ -157,8 +170,21 @@ def test_the_command_writes_page_and_numbers(tmp_path, capsys):
         (["--gbit-per-s", "0,1"], "--gbit-per-s must rise and be above 0"),
         (["--gbit-per-s=-1,1"], "--gbit-per-s must rise and be above 0"),
         (["--scaling", "odd"], "--scaling must be weak or strong"),
-        (["--jitter", "-1"], "stragglers"),
-        (["--slow-factor", "0.5"], "stragglers"),
+        (["--gbit-per-s", "1e-320"], "--gbit-per-s must rise and be above 0, from 1e-09 to 1e+12"),
+        (["--gbit-per-s", "1,inf"], "--gbit-per-s must rise and be above 0, from 1e-09 to 1e+12"),
+        (["--jitter", "-1"], "jitter (--jitter) must lie between 0 and 1e+06, got -1"),
+        (["--jitter", "inf"], "jitter (--jitter) must lie between 0 and 1e+06, got inf"),
+        (["--slow-factor", "0.5"], "slow_factor (--slow-factor) must lie between 1 and 1e+06"),
+        (["--slow-factor", "inf", "--slow-share", "0.1"], "(--slow-factor) must lie between 1"),
+        (["--slow-share", "nan"], "slow_share (--slow-share) must lie between 0 and 1, got nan"),
+        (["--tokens", "inf"], "tokens must be above 0 and finite, got inf"),
+        (["--tokens", "0"], "tokens must be above 0 and finite, got 0"),
+        (["--tokens", "1000"], "tokens 1000 are less than one step of "),
+        (
+            ["--out", "/dev/null/page.html"],
+            "/dev/null/page.html cannot be written: /dev/null is no",
+        ),
+        (["--out", "/dev"], "/dev is a directory: name a file"),
         (["--arms", "taco"], "compresses link tensor: not on this mesh"),
         (["--tokens", "-3"], "tokens must be above 0"),
         (["--ranks", "3,5"], "must be a multiple"),
@@ -180,3 +206,27 @@ def test_a_cluster_is_needed(capsys):
 def test_speeds_of_sites_must_be_one_each():
     with pytest.raises(ConfigError, match=r"sites\.speeds must be 4 numbers above 0"):
         Cluster.from_dict(CLUSTER | {"sites": SITES | {"speeds": [1.0, 0.0]}})
+
+
+def test_hours_are_readable_and_runs_too_large_are_named_once(tmp_path, capsys):
+    path, page, numbers = (tmp_path / name for name in ("limited.toml", "page.html", "found.json"))
+    args = ["simulate", "aquavit", "--ranks", "2,512", "--tokens", "1e8", "--gbit-per-s", "1,10"]
+    args += ["--out", str(page), "--json", str(numbers), "--cluster"]
+    assert cli.main([*args, cluster_file(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["arm", "ranks", "step", "efficiency", "hours"]
+    assert all("e-" not in line for line in lines[:5])
+    assert page.read_text().count("<figure") == 5
+    found = json.loads(numbers.read_text())
+    assert found["notes"] == []
+    few, many = found["by_ranks"][0]["memory_bytes"]
+    assert few > many  # shards
+    limit = (few + many) / 2e9
+    path.write_text(Path(cluster_file(tmp_path)).read_text() + f"memory_gbyte = {limit}\n")
+    assert cli.main([*args, str(path)]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "an estimate" in line]
+    most = f"on 2 ranks (up to {few / 1e9:.3g} GB)"
+    assert notes == [
+        f"more than a device's {limit:.3g} GB, an estimate: dense {most}; aquavit {most}"
+    ]
+    assert f"GB, an estimate: dense {most}; aquavit {most}" in page.read_text()

@@ -107,6 +107,15 @@ def test_a_store_takes_a_sites_message_once():
         ('algorithm = "star"\n' + TOML, "algorithm must be ring or log"),
         (SITES.replace("count = 4", "count = 1"), "sites.count must be at least 2"),
         ("nodes = [", "cannot be read"),
+        (TOML.replace("gbit_per_s = 80", "gbit_per_s = 1e308"), "must lie between 1e-09 and 1e+12"),
+        (TOML.replace("tflops = 10", "tflops = 1e-308"), "device.tflops must lie between 1e-09"),
+        (TOML.replace("tflops = 10", "tflops = " + "9" * 400), "is a number of 400 digits"),
+        (TOML.replace("nodes = 4", "nodes = " + "9" * 400), "nodes must be at most 1000000"),
+        (TOML + "codec_share = 7\n", "device.codec_share must be at most 1"),
+        (TOML + "kernel_s = 1e300\n", "device.kernel_s must be at most 1e+12"),
+        (SITES + "speeds = [1.0, 1.0, 1.0, nan]\n", "sites.speeds must be 4 numbers above 0"),
+        (SITES + "speeds = [1.0, 1.0, inf, 1.0]\n", "sites.speeds must be 4 numbers above 0"),
+        (SITES + f"speeds = [1, 1, 1, {'9' * 400}]\n", "sites.speeds is a number of 400 digits"),
     ],
 )
 def test_a_wrong_cluster_file_is_one_clear_line(text, says, tmp_path):

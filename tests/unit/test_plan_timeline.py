@@ -1,9 +1,11 @@
 """Timelines that can be added up by hand."""
 
 import pytest
+import torch
 from plan_cases import Flat, job
 
 from thinwire.codecs import Blockwise
+from thinwire.errors import ConfigError
 from thinwire.plan import SparseSync, WeightsPhase, predict, workload_of
 from thinwire.plan.predict import break_even_bits_per_s, compare
 from thinwire.plan.timeline import play
@@ -114,6 +116,27 @@ def test_two_stages_leave_the_known_bubble():
 
 def test_the_slowest_rank_holds_all_up():
     assert step(job(), slowdown=1.5).step_s == pytest.approx(13.5)
+    for value in (0.5, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="slowdown must be at least 1 and finite"):
+            step(job(), slowdown=value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [
+        ({"keep_wire": "none"}, 0),
+        ({"keep_wire": "forward"}, 4),
+        ({"keep_wire": "forward", "reshard": False}, 0),
+        ({"keep_wire": "accumulate", "reshard": False}, 4),
+    ],
+)
+def test_kept_wire_holds_all_groups_gathered(changes, groups):
+    codec = Blockwise(bits=8)
+    found = step(job(**FSDP, weights=(WeightsPhase(1.0, codec),), **changes)).memory_bytes
+    # A group's million values from 2 ranks, each rank's half coded alone; 3 blocks and the root.
+    wire = 2 * codec.wire_nbytes(500_000, torch.float32)
+    assert found.get("kept wire", 0) == groups * wire
+    assert "kept wire" not in step(job(**FSDP, **changes)).memory_bytes
 
 
 def test_a_queue_on_the_wire_counts_as_exposed():

@@ -1,7 +1,7 @@
 """One recommendation out of predicted arms: the fastest that pays, per link and together."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.errors import ConfigError
@@ -19,6 +19,7 @@ class Advice:
         arms: every arm beside it, the fastest first.
         chosen: names of the arms to combine, one per link; empty: stay dense.
         best: their prediction together, or the dense one.
+        memory_limit: bytes of a device that a run must fit, 0: not asked.
         words: the recommendation for people, one sentence.
     """
 
@@ -27,12 +28,17 @@ class Advice:
     chosen: tuple[str, ...]
     best: Prediction
     words: str
+    memory_limit: float = 0.0
+
+    def fits(self, prediction: Prediction) -> bool:
+        """Return whether a run fits a device's memory."""
+        return _fits(prediction, self.memory_limit)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {
             "dense": self.dense.to_dict(),
-            "arms": [arm.to_dict() for arm in self.arms],
+            "arms": [arm.to_dict() | {"fits": self.fits(arm.prediction)} for arm in self.arms],
             "recommended": list(self.chosen),
             "prediction": self.best.to_dict(),
             "words": self.words,
@@ -43,6 +49,7 @@ def advise(
     dense: Prediction,
     arms: Mapping[str, tuple[str, Prediction]],
     together: Callable[[Sequence[str]], Prediction | None],
+    memory_limit: float = 0.0,
 ) -> Advice:
     """Choose among arms.
 
@@ -51,9 +58,11 @@ def advise(
         arms: name -> (the link that it concerns, its prediction).
         together: predicts several arms of different links in one run; None where they exclude
             each other.
+        memory_limit: bytes of a device; arms that need more are never chosen. 0: not asked.
 
     Returns:
-        The fastest arm of each link that pays by more than 5 %, together if that is fastest.
+        The fastest arm of each link that pays by more than 5 %, together if that is fastest; where
+        the dense run does not fit, the fastest arm that does.
 
     Raises:
         ConfigError: no arm is given.
@@ -61,28 +70,62 @@ def advise(
     if not arms:
         raise ConfigError("no arm fits this mesh: nothing to compress crosses between its ranks")
     found = compare(dense, [prediction for _, prediction in arms.values()])
-    ordered = tuple(sorted(found, key=lambda arm: arm.prediction.step_s))
+    limit = memory_limit
+    ordered = tuple(
+        _within(arm, limit) for arm in sorted(found, key=lambda arm: arm.prediction.step_s)
+    )
+    fitting = [arm for arm in ordered if _fits(arm.prediction, limit)]
     best_of: dict[str, str] = {}
-    for arm in ordered:
+    for arm in fitting:
         name = arm.prediction.name
         if arm.pays:
             best_of.setdefault(arms[name][0], name)
     chosen = tuple(best_of.values())
+    dense_fits = _fits(dense, limit)
+    if not chosen and fitting and not dense_fits:
+        chosen = (fitting[0].prediction.name,)
     if not chosen:
+        words = _stay(fitting or ordered) if dense_fits else _nothing(dense, ordered, limit)
         return Advice(
-            dense=dense, arms=ordered, chosen=(), best=dense, words=_stay(dense, ordered[0])
+            dense=dense, arms=ordered, chosen=(), best=dense, words=words, memory_limit=limit
         )
     best = arms[chosen[0]][1]
     if len(chosen) > 1:
         joint = together(chosen)
-        if joint is not None and joint.step_s < best.step_s:
+        if joint is not None and joint.step_s < best.step_s and _fits(joint, limit):
             best = joint
     if best.name == chosen[0]:
         chosen = chosen[:1]
     words = f"use {' with '.join(chosen)}: {dense.step_s / best.step_s:.2f}x the dense speed"
-    return Advice(dense=dense, arms=ordered, chosen=chosen, best=best, words=words)
+    if not dense_fits:
+        words += f"; the dense run {_too_large(dense, limit)}"
+    return Advice(
+        dense=dense, arms=ordered, chosen=chosen, best=best, words=words, memory_limit=limit
+    )
 
 
-def _stay(dense: Prediction, nearest: Arm) -> str:
-    gain = f"the best arm, {nearest.prediction.name}, {nearest.words}"
+def _fits(prediction: Prediction, limit: float) -> bool:
+    return not limit or sum(prediction.memory_bytes.values()) <= limit
+
+
+def _too_large(prediction: Prediction, limit: float) -> str:
+    need = sum(prediction.memory_bytes.values())
+    return f"does not fit, needing about {need / 1e9:.3g} GB of a device's {limit / 1e9:.3g} GB"
+
+
+def _within(arm: Arm, limit: float) -> Arm:
+    """Return the arm, its words led by its memory where it does not fit."""
+    if _fits(arm.prediction, limit):
+        return arm
+    return replace(arm, words=f"{_too_large(arm.prediction, limit)}; otherwise it {arm.words}")
+
+
+def _stay(arms: Sequence[Arm]) -> str:
+    gain = f"the best arm, {arms[0].prediction.name}, {arms[0].words}"
     return f"stay dense: nothing is faster by more than {PAYS - 1:.0%}; {gain}"
+
+
+def _nothing(dense: Prediction, arms: Sequence[Arm], limit: float) -> str:
+    least = min([dense, *(arm.prediction for arm in arms)],
+                key=lambda p: sum(p.memory_bytes.values()))  # fmt: skip
+    return f"nothing fits: even {least.name} {_too_large(least, limit)}; add devices"

@@ -34,9 +34,12 @@ from typing import Any
 
 from thinwire.errors import ConfigError
 
-__all__ = ["GBIT", "Cluster", "Device", "Line", "Sites"]
+__all__ = ["GBIT", "LEAST", "MOST", "Cluster", "Device", "Line", "Sites"]
 
 GBIT = 1e9 / 8
+# Speeds beyond these are slips of the pen, and quotients of them overflow.
+LEAST, MOST = 1e-9, 1e12
+_MOST_DEVICES = 10**6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +71,8 @@ class Device:
     Attributes:
         tflops: 10^12 floating-point operations per second that training reaches.
         memory_gbyte_per_s: memory bandwidth, 10^9 bytes per second.
-        memory_gbyte: memory, 10^9 bytes; 0 where that doesn't matter.
-        codec_share: fraction of the memory bandwidth that coding kernels reach.
+        memory_gbyte: memory, 10^9 bytes, which a run must fit; 0: not asked.
+        codec_share: fraction of the memory bandwidth that coding kernels reach, at most 1.
         kernel_s: seconds to start a kernel.
     """
 
@@ -82,6 +85,11 @@ class Device:
     def __post_init__(self) -> None:
         _above_zero(self, ("tflops", "memory_gbyte_per_s", "codec_share"))
         _at_least_zero(self, ("memory_gbyte", "kernel_s"))
+        if self.codec_share > 1:
+            raise ConfigError(
+                f"codec_share must be at most 1, a fraction of memory_gbyte_per_s, got "
+                f"{self.codec_share}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,10 +118,16 @@ class Sites:
     def __post_init__(self) -> None:
         if self.count < 2:
             raise ConfigError(f"count must be at least 2, got {self.count}: leave [sites] out")
+        _at_most_devices(self, ("count",))
         _above_zero(self, ("up_gbit_per_s", "down_gbit_per_s"))
         _at_least_zero(self, ("latency_s", "overhead_s"))
-        if self.speeds and (len(self.speeds) != self.count or not min(self.speeds) > 0):
-            raise ConfigError(f"speeds must be {self.count} numbers above 0, got {self.speeds}")
+        if self.speeds and (
+            len(self.speeds) != self.count or any(not LEAST <= v <= MOST for v in self.speeds)
+        ):
+            raise ConfigError(
+                f"speeds must be {self.count} numbers above 0, from {LEAST:g} to {MOST:g}, got "
+                f"{list(self.speeds)}"
+            )
 
     @property
     def slowest(self) -> float:
@@ -149,6 +163,7 @@ class Cluster:
         for name in ("nodes", "devices_per_node"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        _at_most_devices(self, ("nodes", "devices_per_node", "prefetch"))
         if self.algorithm not in ("ring", "log"):
             raise ConfigError(f"algorithm must be ring or log, got {self.algorithm!r}")
         if self.prefetch < 0:
@@ -237,12 +252,21 @@ def _value(name: str, value: Any, hint: Any, where: str) -> Any:
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list) or any(type(v) not in (int, float) for v in value):
             raise ConfigError(f"{where}{name} must be a list of numbers, got {value!r}")
-        return tuple(float(v) for v in value)
+        return tuple(_float(f"{where}{name}", v) for v in value)
     if hint is float and type(value) is int:
-        value = float(value)
+        value = _float(f"{where}{name}", value)
     if type(value) is not hint:
         raise ConfigError(f"{where}{name} must be of type {hint.__name__}, got {value!r}")
     return value
+
+
+def _float(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(
+            f"{name} is a number of {len(str(value))} digits: at most {MOST:g}"
+        ) from None
 
 
 def _above_zero(node: object, names: tuple[str, ...]) -> None:
@@ -250,6 +274,14 @@ def _above_zero(node: object, names: tuple[str, ...]) -> None:
         value = getattr(node, name)
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{name} must be above 0, got {value}")
+        if not LEAST <= value <= MOST:
+            raise ConfigError(f"{name} must lie between {LEAST:g} and {MOST:g}, got {value}")
+
+
+def _at_most_devices(node: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(node, name) > _MOST_DEVICES:
+            raise ConfigError(f"{name} must be at most {_MOST_DEVICES}")
 
 
 def _at_least_zero(node: object, names: tuple[str, ...]) -> None:
@@ -257,3 +289,5 @@ def _at_least_zero(node: object, names: tuple[str, ...]) -> None:
         value = getattr(node, name)
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{name} must be at least 0, got {value}")
+        if value > MOST:
+            raise ConfigError(f"{name} must be at most {MOST:g}, got {value}")

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 
+from thinwire.codecs import Codec
 from thinwire.plan.job import Job, Stage
+from thinwire.plan.sharded import LayerWorks
 
 __all__ = ["memory"]
 
@@ -15,7 +17,8 @@ def memory(job: Job) -> Mapping[str, int]:
     """Return bytes by what they hold, on a rank of the stage that holds most.
 
     weights: float32 shard; gathered: layers gathered at one time; gradients: float32 shard;
-    optimizer: its state; activations: kept for backward; others: buffers of systems.
+    optimizer: its state; activations: kept for backward; kept wire: coded weights of all groups
+    that stay gathered (Aquavit's keep_wire); others: buffers of systems.
     """
     return max((_of_stage(job, stage) for stage in job.stages), key=lambda m: sum(m.values()))
 
@@ -34,9 +37,20 @@ def _of_stage(job: Job, stage: Stage) -> dict[str, int]:
         sizes = sorted((block.numel for block in stage.blocks), reverse=True)
         at_once = numel if not job.reshard else stage.root.numel + sum(sizes[: job.prefetch + 1])
         found["gathered"] = at_once * job.dtype.itemsize
+        if job.keep_wire == "accumulate" or (job.keep_wire == "forward" and job.reshard):
+            kept = max(_wire(job, stage, phase.codec) for phase in job.weights)
+            found |= {"kept wire": kept} if kept else {}
     for name, nbytes in job.extra_bytes.items():
         found[name] = int(nbytes * local)
     return found
+
+
+def _wire(job: Job, stage: Stage, codec: Codec | None) -> int:
+    """Return the gathered bytes of all coded groups of a stage."""
+    groups = [
+        LayerWorks(job, layer, codec) for layer in (stage.root, *stage.blocks) if layer.params
+    ]
+    return sum(job.mesh["dp_shard"] * g.gather.nbytes for g in groups if g.codec is not None)
 
 
 def _activations(job: Job, stage: Stage) -> int:

@@ -8,6 +8,7 @@ costs its coding, so with nothing overlapped it pays on links slower than
 the extra seconds being encoding, decoding and the arm's own passes over its state.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "compare",
     "crossing",
     "predict",
+    "seconds_text",
 ]
 
 # Speed-up over dense from which an arm is said to pay.
@@ -95,8 +97,8 @@ def predict(workload: Workload, costs: Costs, *, slowdown: float = 1.0) -> Predi
         >>> costs = tw.plan.MeasuredCosts(tw.plan.Links.read("links.json"), job.mesh)
         >>> tw.plan.predict(tw.plan.workload_of(job), costs).step_s
     """
-    if not slowdown >= 1:
-        raise ConfigError(f"slowdown must be at least 1, got {slowdown}")
+    if not 1 <= slowdown < math.inf:
+        raise ConfigError(f"slowdown must be at least 1 and finite, got {slowdown}")
     whole, phases = Timeline(), {}
     for phase in workload.phases:
         timeline = play(phase.ops, costs, workload, slowdown=slowdown)
@@ -198,15 +200,18 @@ def _arm(dense: Prediction, arm: Prediction) -> Arm:
         speedup=speedup,
         break_even_bits_per_s=break_even_bits_per_s(saved, extra),
         pays=speedup > PAYS,
-        words=_why(dense, arm, saved, extra, speedup),
+        words=_why(dense, arm, saved, speedup),
     )
 
 
-def _why(dense: Prediction, arm: Prediction, saved: float, extra: float, speedup: float) -> str:
+def _why(dense: Prediction, arm: Prediction, saved: float, speedup: float) -> str:
+    own = max(0.0, arm.compute_s - dense.compute_s)
+    extra = arm.coding_s + own
     won = dense.waiting_s + dense.bubble_s - arm.waiting_s - arm.bubble_s
     share = dense.waiting_s / dense.step_s
+    less = seconds_text(max(won, 0.0))
     if speedup > PAYS:
-        return f"pays: {speedup:.2f}x, {_ms(won)} less waiting for {_ms(extra)} more work in a step"
+        return f"pays: {speedup:.2f}x, {less} less waiting for {_work(arm, own)} in a step"
     head = f"does not pay ({speedup:.2f}x): "
     if saved <= 0:
         return head + "it sends no fewer bytes here"
@@ -218,20 +223,43 @@ def _why(dense: Prediction, arm: Prediction, saved: float, extra: float, speedup
                 "waits for them"
             )
         return head + f"the link is fast: {share:.0%} of the dense step waits for messages"
+    expected = dense.waiting_s * saved / max(sum(dense.sent_bytes.values()), 1.0)
     if won <= extra:
+        if won < 0.1 * expected and arm.waiting_s > extra:
+            return head + (
+                f"it sends fewer bytes but still waits {seconds_text(arm.waiting_s)} of a step of "
+                f"{seconds_text(arm.step_s)} for messages, {seconds_text(dense.waiting_s)} dense: "
+                "its collectives take at least as long on this link"
+            )
+        if arm.coding_s < own:
+            return head + f"{_work(arm, own)} in a step save {less} of waiting"
         return head + (
-            f"coding takes {_ms(extra)} of a step and saves {_ms(max(won, 0.0))} of waiting: the "
+            f"coding takes {seconds_text(arm.coding_s)} of a step and saves {less} of waiting: the "
             "link is too fast for this codec on this device"
         )
-    if won < 0.5 * dense.waiting_s * saved / max(sum(dense.sent_bytes.values()), 1.0):
+    if won < 0.5 * expected:
         return head + (
             "messages are so small that their latency counts, which compression leaves as it is"
         )
     return head + (
-        f"it saves {_ms(won)} of waiting for {_ms(extra)} more work, of a step of "
-        f"{_ms(dense.step_s)}"
+        f"it saves {less} of waiting for {_work(arm, own)}, of a step of "
+        f"{seconds_text(dense.step_s)}"
     )
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+def _work(arm: Prediction, own: float) -> str:
+    """Return what an arm does beside the dense run's work: the column's coding, and the rest."""
+    parts = [f"{seconds_text(arm.coding_s)} of coding"] if arm.coding_s else []
+    parts += [f"{seconds_text(own)} of other passes"] if seconds_text(own) != "0 ms" else []
+    return " and ".join(parts) or "no more work"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return seconds for people, in tables and sentences alike; below 50 ns is 0."""
+    if abs(seconds) < 5e-8:
+        return "0 ms"
+    if seconds < 1e-4:
+        return f"{1e6 * seconds:.3g} us"
+    if seconds < 0.09995:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3f} s" if seconds < 1000 else f"{seconds:.4g} s"

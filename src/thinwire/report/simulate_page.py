@@ -16,7 +16,8 @@ def write_simulation(result: Mapping[str, Any], out: Path) -> Path:
     """Write the page of what `thinwire simulate` found and return its path.
 
     Args:
-        result: `by_ranks` and `by_link` (one sweep per arm), `scaling`, `tokens`, `largest`.
+        result: `by_ranks` and `by_link` (one sweep per arm), `scaling`, `tokens` (None: no hours),
+            `largest`, `notes` (lines to show).
         out: the HTML file.
 
     Raises:
@@ -29,19 +30,23 @@ def _page(result: Mapping[str, Any]) -> Html:
     arms, links = result["by_ranks"], result["by_link"]
     ranks = f"{arms[0]['at'][0]:.0f} to {result['largest']} ranks"
     title = f"{' · '.join(arm['name'] for arm in arms)} on {ranks}"
-    subtitle = f"{result['scaling']} scaling, {formats.count(result['tokens'])} tokens in all"
+    timed = result["tokens"] is not None
+    whole = f", {formats.count(result['tokens'])} tokens in all" if timed else ""
+    subtitle = f"{result['scaling']} scaling{whole}"
     head = el(
         "header",
         {},
         el("div", {"class": "mark"}, "thinwire simulate"),
         el("h1", {}, title),
         el("div", {"class": "quiet"}, subtitle),
+        *(el("p", {}, note) for note in result["notes"]),
     )
     charts = [
         _chart(arms, "Time of a step", "ranks", "step_s", log=True),
         _chart(arms, "Scaling efficiency", "ranks", "efficiency"),
-        _chart(arms, "Hours of the run", "ranks", "hours", log=True),
     ]
+    if timed:
+        charts.append(_chart(arms, "Hours of the run", "ranks", "hours", log=True))
     if links:
         speed = f"speed of the slowest link, {result['largest']} ranks"
         charts.append(_chart(links, "Time of a step", speed, "step_s", log=True, x="log_gbit"))
@@ -60,8 +65,9 @@ def _page(result: Mapping[str, Any]) -> Html:
 
 _FOOTER = (
     "Predicted, not measured. Efficiency is tokens per second and rank over those of the first "
-    "number of ranks. Waiting counts messages that the computation does not hide, and other "
-    "pipeline stages. Both axes of times are logarithmic."
+    "number of ranks; speed-up is the dense run's step over an arm's at the same link speed. "
+    "Waiting counts messages that the computation does not hide, and other pipeline stages. Both "
+    "axes of times are logarithmic."
 )
 
 
@@ -99,6 +105,7 @@ def _logarithm(value: float) -> float | None:
 
 
 def _table(arms: Sequence[Mapping[str, Any]], place: str) -> Html:
+    over_links = "speedup" in arms[0]
     columns = [
         Column("Arm", numeric=False),
         Column(place),
@@ -107,8 +114,8 @@ def _table(arms: Sequence[Mapping[str, Any]], place: str) -> Html:
         Column("Coding", meaning="encoding and decoding"),
         Column("Waiting", meaning="for messages and other stages"),
         Column("Tokens/s", meaning="of all ranks"),
-        Column("Efficiency"),
-        Column("Hours"),
+        Column("Speed-up", meaning="over the dense run") if over_links else Column("Efficiency"),
+        *([Column("Hours")] if arms[0]["hours"] else []),
         Column("Sent", meaning="bytes of a rank and step"),
     ]
     rows = [_row(arm, i) for arm in arms for i in range(len(arm["at"]))]
@@ -121,7 +128,7 @@ def _row(arm: Mapping[str, Any], i: int) -> list[str]:
         f"{arm['at'][i]:,g}",
         *(formats.seconds(arm[key][i]) for key in ("step_s", "compute_s", "coding_s", "waiting_s")),
         formats.count(arm["tokens_per_s"][i]),
-        f"{100 * arm['efficiency'][i]:.1f} %",
-        formats.number(arm["hours"][i]),
+        f"{arm['speedup'][i]:.2f}x" if "speedup" in arm else f"{100 * arm['efficiency'][i]:.1f} %",
+        *(formats.seconds(3600 * hours) for hours in arm["hours"][i : i + 1]),
         formats.nbytes(arm["sent_bytes"][i]),
     ]

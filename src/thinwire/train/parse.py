@@ -177,6 +177,7 @@ def _one_line(text: str) -> str:
     text = re.sub(r"[│╭╮╰╯─┃]|-{4,}", " ", re.split("Argument helptext|For full helptext", text)[0])
     text = re.sub(r"^\s*(Value error|Parsing error|Invalid choice)", " ", text)
     words = " ".join(text.split()).removeprefix("Error parsing ")
+    words = re.sub(r"^([A-Z][a-z]+ options) (?=\1: )", "", words)  # title and text alike
     return re.sub(r"^[A-Za-z.]+: (?=[a-z])", "", words) or "the arguments cannot be parsed"
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from thinwire.errors import ConfigError, RunError
 from thinwire.plan import Cluster, ClusterCosts, Costs, Links, MeasuredCosts, Prediction, predict
 from thinwire.plan.advice import Advice, advise
-from thinwire.plan.predict import Arm, crossing
+from thinwire.plan.cluster import MOST
+from thinwire.plan.predict import Arm, crossing, seconds_text
 from thinwire.plan.workload import Workload
 from thinwire.train.arguments import Arguments
 from thinwire.train.axes import check_ranks
@@ -40,15 +41,18 @@ def main(args: Sequence[str]) -> int:
         config, given.links, given.cluster, given.nproc, given.step_s, tuple(given.arms or ())
     )
     chosen = replace(joined(config, advice.chosen), out=config.out)
-    if given.write:
+    runs = advice.fits(advice.best)
+    if given.write and runs:
         _save(Path(given.write), to_toml(chosen))
     if given.json:
         _save(Path(given.json), json.dumps(advice.to_dict(), indent=1) + "\n")
     with suppress(BrokenPipeError):
         sys.stdout.write(_text(advice))
-        if given.write:
+        if given.write and runs:
             sys.stdout.write(f"configuration in {given.write}: thinwire train --config "
                              f"{given.write}\n")  # fmt: skip
+    if given.write and not runs:
+        raise ConfigError(f"{given.write} is not written: no run fits [device] memory_gbyte")
     return 0
 
 
@@ -79,6 +83,10 @@ def make_advice(
     described = Cluster.read(cluster) if cluster is not None else None
     if described is not None and step_s is not None:
         raise ConfigError("--step-s goes with --links: a cluster's speed stands in its [device]")
+    if step_s is not None and not 0 < step_s <= MOST:
+        raise ConfigError(f"--step-s must be above 0 and finite, got {step_s}")
+    if num_ranks is not None and num_ranks < 1:
+        raise ConfigError(f"--nproc must be at least 1, got {num_ranks}")
     total = num_ranks or (
         probed.world_size if probed else described.num_devices if described else 0
     )
@@ -107,6 +115,8 @@ class _Planner:
         self.cluster = cluster
         # Devices of a cluster overlap; links.json is of gloo on CPU, which doesn't.
         self.prefetch = cluster.prefetch if cluster is not None else 0
+        sites = cluster.sites if cluster is not None else None
+        self.slowdown = sites.slowest if sites is not None else 1.0
         self.made: dict[str, Workload] = {}
 
     def predict(self, config: Config) -> Prediction:
@@ -114,7 +124,7 @@ class _Planner:
         overlap = self.prefetch > 0
         made = workload(config, self.num_ranks, overlap=overlap, prefetch=self.prefetch)
         self.made[made.name] = made
-        return predict(made, self.costs)
+        return predict(made, self.costs, slowdown=self.slowdown)
 
     def _with_crossing(self, arm: Arm) -> Arm:
         """Return the arm with the break-even speed that overlapped messages give."""
@@ -125,7 +135,10 @@ class _Planner:
 
         def speedup(gbit_per_s: float) -> float:
             costs = ClusterCosts(cluster.with_speed(wire, gbit_per_s), self.sizes)
-            dense, other = (predict(self.made[n], costs) for n in ("dense", arm.prediction.name))
+            dense, other = (
+                predict(self.made[n], costs, slowdown=self.slowdown)
+                for n in ("dense", arm.prediction.name)
+            )
             return dense.step_s / other.step_s
 
         found = crossing(speedup, *SPEEDS)
@@ -145,7 +158,8 @@ class _Planner:
         chosen = {name: fitting[name] for name in names} if names else fitting
         dense = self.predict(dense_twin(self.config))
         arms = {name: (LINK_OF[name], self.predict(config)) for name, config in chosen.items()}
-        advice = advise(dense, arms, self._together)
+        limit = 1e9 * self.cluster.device.memory_gbyte if self.cluster is not None else 0.0
+        advice = advise(dense, arms, self._together, limit)
         return replace(advice, arms=tuple(map(self._with_crossing, advice.arms)))
 
     def _together(self, names: Sequence[str]) -> Prediction | None:
@@ -194,13 +208,15 @@ def _mesh(sizes: Mapping[str, int]) -> str:
 def _text(advice: Advice) -> str:
     links = sorted({link for arm in (advice.dense, *(a.prediction for a in advice.arms))
                     for link in arm.exposed_s})  # fmt: skip
-    head = (
-        f"{'arm':<20}{'step':>10}{'speed-up':>9}{'compute':>10}{'coding':>10}"
-        + "".join(f"{link[:9]:>10}" for link in links)
-        + f"{'bubble':>10}{'sent':>10}{'memory':>9}{'pays below':>16}"
-    )
-    lines = [head, _row(advice.dense, None, links)]
-    lines += [_row(arm.prediction, arm, links) for arm in advice.arms]
+    head = ["arm", "step", "speed-up", "compute", "coding", *links]
+    head += ["bubble", "sent", "memory", "pays below"]
+    rows = [head, _row(advice, advice.dense, None, links)]
+    rows += [_row(advice, arm.prediction, arm, links) for arm in advice.arms]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
     lines += ["", *(f"{arm.prediction.name}: {arm.words}" for arm in advice.arms)]
     lines += ["", f"recommendation: {advice.words}", "", LEGEND]
     return "\n".join(lines) + "\n"
@@ -208,22 +224,26 @@ def _text(advice: Advice) -> str:
 
 LEGEND = """\
 seconds of a step, averaged over the run: compute, coding, waiting for each link's messages, and for
-other pipeline stages (bubble); sent: bytes per rank and step; pays below: speed of the slowest link
-at which the arm costs what it saves (with links.json: if nothing were overlapped)."""
+other pipeline stages (bubble); sent: bytes per rank and step, each link's of the pipeline
+stage that sends most; memory: of a rank, an estimate, "!" where it is more than the device has;
+pays below: speed of the slowest link at which the arm costs what it saves (with links.json: if
+nothing were overlapped)."""
 
 
-def _row(found: Prediction, arm: Arm | None, links: Sequence[str]) -> str:
+def _row(advice: Advice, found: Prediction, arm: Arm | None, links: Sequence[str]) -> list[str]:
     rate = arm.break_even_bits_per_s if arm is not None else None
-    below = "" if rate is None else _rate(rate)
-    speedup = "" if arm is None else f"{arm.speedup:.2f}x"
-    waits = "".join(f"{_seconds(found.exposed_s.get(link, 0.0)):>10}" for link in links)
-    memory = sum(found.memory_bytes.values())
-    return (
-        f"{found.name:<20}{_seconds(found.step_s):>10}{speedup:>9}{_seconds(found.compute_s):>10}"
-        f"{_seconds(found.coding_s):>10}{waits}{_seconds(found.bubble_s):>10}"
-        f"{_size(sum(found.sent_bytes.values())):>10}"
-        f"{_size(memory):>9}{below:>16}"
-    )
+    return [
+        found.name,
+        _seconds(found.step_s),
+        "" if arm is None else f"{arm.speedup:.2f}x",
+        _seconds(found.compute_s),
+        _seconds(found.coding_s),
+        *(_seconds(found.exposed_s.get(link, 0.0)) for link in links),
+        _seconds(found.bubble_s),
+        _size(sum(found.sent_bytes.values())),
+        _size(sum(found.memory_bytes.values())) + ("" if advice.fits(found) else "!"),
+        "" if rate is None else _rate(rate),
+    ]
 
 
 def _rate(bits_per_s: float) -> str:
@@ -234,9 +254,7 @@ def _rate(bits_per_s: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    if value == 0:
-        return "-"
-    return f"{value:.3f} s" if value >= 0.1 else f"{1e3 * value:.3g} ms"
+    return "-" if value == 0 else seconds_text(value)
 
 
 def _size(value: float) -> str:

@@ -1,6 +1,7 @@
 """`thinwire simulate`: a run on a described cluster, from 2 to 10,000 ranks, over link speeds."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any
 
 from thinwire.errors import ConfigError, RunError
 from thinwire.plan import Cluster, ClusterCosts, Costs, Workload
+from thinwire.plan.cluster import LEAST, MOST
 from thinwire.plan.simulate import MAX_RANKS, Stragglers, Sweep, sweep
 from thinwire.train.arguments import Arguments
 from thinwire.train.axes import resolve_axes
@@ -39,6 +41,9 @@ def main(args: Sequence[str], write_page: WritePage) -> int:
         raise ConfigError("give a recipe or --config FILE, not both")
     base = load(given.config) if given.config is not None else recipe(name or DEFAULT)
     config = config_from_args(rest, base)
+    for path in (given.out, given.json):
+        if path:
+            _check_writable(Path(path))
     if given.cluster is None:
         raise ConfigError("--cluster FILE is missing: nodes, links and devices in TOML")
     result = simulate(
@@ -73,7 +78,7 @@ def simulate(
     gbit_per_s: Sequence[float],
     arms: Sequence[str] = (),
     scaling: str = "weak",
-    tokens: float = 0.0,
+    tokens: float | None = None,
     stragglers: Stragglers | None = None,
 ) -> dict[str, Any]:
     """Return the sweeps of the dense run, the configuration's own and further arms.
@@ -85,7 +90,7 @@ def simulate(
         gbit_per_s: ascending speeds of the slowest kind of link, at the largest number of ranks.
         arms: further recipes whose systems are simulated.
         scaling: "weak" lets the batch grow with the data ranks, "strong" keeps it.
-        tokens: of the whole run; 0: the configuration's steps at the first number of ranks.
+        tokens: of the whole run, for its hours; None: no hours.
         stragglers: how ranks differ.
 
     Raises:
@@ -93,13 +98,12 @@ def simulate(
     """
     _check(ranks, gbit_per_s, scaling)
     scale = _Scale(config, cluster, ranks[0], scaling)
-    total = tokens or float(config.steps * config.data.batch_seqs * config.data.seq_len_tokens)
     configs = _arms(config, scale.sizes(ranks[0]), arms)
     slow_site = cluster.sites.slowest if cluster.sites is not None else 1.0
     found: dict[str, list[Sweep]] = {"ranks": [], "links": []}
     for name, one in configs.items():
         settings: dict[str, Any] = {
-            "total_tokens": total, "stragglers": stragglers, "compute_scale": slow_site
+            "total_tokens": tokens, "stragglers": stragglers, "compute_scale": slow_site
         }  # fmt: skip
         found["ranks"].append(sweep(name, ranks, scale.by_ranks(one), **settings))
         if gbit_per_s:
@@ -108,11 +112,47 @@ def simulate(
     return {
         "format": FORMAT,
         "scaling": scaling,
-        "tokens": total,
+        "tokens": tokens,
         "largest": ranks[-1],
         "by_ranks": [one.to_dict() for one in found["ranks"]],
-        "by_link": [one.to_dict() for one in found["links"]],
+        "by_link": [_over_dense(one, found["links"][0]) for one in found["links"]],
+        "notes": _too_large(found["ranks"], cluster.device.memory_gbyte),
     }
+
+
+def _over_dense(one: Sweep, dense: Sweep) -> dict[str, Any]:
+    """Return a sweep over link speeds: over these, the speed-up counts in place of efficiency."""
+    values = one.to_dict()
+    del values["efficiency"]
+    pairs = zip(dense.step_s, one.step_s, strict=True)
+    return values | {"speedup": tuple(base / step_s for base, step_s in pairs)}
+
+
+def _too_large(sweeps: Sequence[Sweep], memory_gbyte: float) -> list[str]:
+    """Return one line that names the runs that don't fit a device's memory, or nothing."""
+    if not memory_gbyte:
+        return []
+    found = []
+    for one in sweeps:
+        pairs = zip(one.at, one.memory_bytes, strict=True)
+        large = {f"{at:.0f}": nbytes for at, nbytes in pairs if nbytes > 1e9 * memory_gbyte}
+        if large:
+            most = max(large.values()) / 1e9
+            found.append(f"{one.name} on {', '.join(large)} ranks (up to {most:.3g} GB)")
+    if not found:
+        return []
+    return [f"more than a device's {memory_gbyte:.3g} GB, an estimate: {'; '.join(found)}"]
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse, before the work, a file that cannot be written after it."""
+    if path.is_dir():
+        raise RunError(f"{path} is a directory: name a file")
+    there = path.parent
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(path if path.exists() else there, os.W_OK):
+        raise RunError(f"{path} cannot be written: {there} is no folder to write in")
 
 
 class _Scale:
@@ -169,8 +209,10 @@ def _check(ranks: Sequence[int], gbit_per_s: Sequence[float], scaling: str) -> N
     ):
         raise ConfigError(f"--ranks must rise and lie between 1 and {MAX_RANKS}, got {list(ranks)}")
     speeds = list(gbit_per_s)
-    if speeds != sorted(set(speeds)) or any(not speed > 0 for speed in speeds):
-        raise ConfigError(f"--gbit-per-s must rise and be above 0, got {speeds}")
+    if speeds != sorted(set(speeds)) or any(not LEAST <= speed <= MOST for speed in speeds):
+        raise ConfigError(
+            f"--gbit-per-s must rise and be above 0, from {LEAST:g} to {MOST:g}, got {speeds}"
+        )
 
 
 def _arms(config: Config, sizes: dict[str, int], names: Sequence[str]) -> dict[str, Config]:
@@ -213,7 +255,7 @@ def _parser() -> Arguments:
     add("--gbit-per-s", default="0.1,0.3,1,3,10,30,100,300,1000", help="speeds of the slowest link")
     add("--arms", nargs="+", metavar="ARM", help="further recipes whose systems are simulated")
     add("--scaling", default="weak", help="weak: the batch grows with the ranks; strong: it stays")
-    add("--tokens", type=float, default=0.0, help="tokens of the whole run, for its hours")
+    add("--tokens", type=float, help="tokens of the whole run: gives its hours")
     add("--jitter", type=float, default=0.0, help="relative deviation of a rank's computation")
     add("--slow-share", type=float, default=0.0, help="probability that a rank is slow")
     add("--slow-factor", type=float, default=1.0, help="how many times slower it is")
@@ -223,11 +265,19 @@ def _parser() -> Arguments:
 
 
 def _text(result: dict[str, Any]) -> str:
-    lines = [f"{'arm':<22}{'ranks':>8}{'step':>12}{'efficiency':>12}{'hours':>12}"]
+    timed = result["tokens"] is not None
+    rows = [["arm", "ranks", "step", "efficiency", *["hours"] * timed]]
     for one in result["by_ranks"]:
-        rows = zip(one["at"], one["step_s"], one["efficiency"], one["hours"], strict=True)
-        lines += [
-            f"{one['name']:<22}{at:>8.0f}{step_s:>10.4f} s{share:>11.1%}{hours:>12.4g}"
-            for at, step_s, share, hours in rows
-        ]
-    return "\n".join(lines)
+        for i, at in enumerate(one["at"]):
+            row = [one["name"], f"{at:.0f}", f"{one['step_s'][i]:.4f} s"]
+            row += [f"{one['efficiency'][i]:.1%}", *[_hours(h) for h in one["hours"][i : i + 1]]]
+            rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
+    return "\n".join([*lines, *result["notes"]])
+
+
+def _hours(value: float) -> str:
+    return "under 0.001" if value < 0.001 else f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
