@@ -325,9 +325,9 @@ def test_with_identity_codecs_all_at_once_equals_the_twin(name):
     with ExitStack() as stack:
         exact = Cast("fp32")
         for module, function, value in (
-            (systems, "_schedule", aquavit.Static(exact)),
-            (systems, "_gradient_codec", exact),
-            (tensor, "_codec", exact),
+            (systems, "weight_schedule", aquavit.Static(exact)),
+            (systems, "gradient_codec", exact),
+            (tensor, "tensor_codec", exact),
         ):
             stack.enter_context(mock.patch.object(module, function, lambda *_, v=value: v))
         got = trained(merge(base, changes | {"systems": asks}), 4)

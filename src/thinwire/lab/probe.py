@@ -23,6 +23,7 @@ __all__ = ["main"]
 
 # A message that took this many times as long as a larger one tells of a disturbed probe.
 DISTURBED = 1.5
+_INTERRUPTED = 130
 # Batches are made up, one step is timed, and --out is a file.
 _UNREAD = ("data", "data.source", "steps", "seed", "out", "stop_after")
 _JOB = "thinwire.train.probing:probe_job"
@@ -43,10 +44,17 @@ def main(args: Sequence[str]) -> int:
             with terminate_as_interrupt():
                 found = launch(given.nproc or 2, _JOB, payload)[0]
         except KeyboardInterrupt:
-            raise RankFailure(f"the probe was interrupted: {out} was not written", 130) from None
+            raise _interrupted(out) from None
+        except RankFailure as error:
+            # Signals to the whole process group may reach the ranks first.
+            raise _interrupted(out) if error.status == _INTERRUPTED else error from None
     if found:  # rank 0
         _write(found, out)
     return 0
+
+
+def _interrupted(out: Path) -> RankFailure:
+    return RankFailure(f"the probe was interrupted: {out} was not written", _INTERRUPTED)
 
 
 def _join(payload: dict[str, Any]) -> dict[str, Any]:
