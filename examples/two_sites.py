@@ -63,6 +63,7 @@ def main():
         gradients = STEPS * 4 * sum(p.numel() for p in model.parameters())
         sent = ledger["outer"].wire_bytes
         print(f"{gradients / sent:.0f}x below dense gradients of every step")
+    dist.barrier()
     dist.destroy_process_group()
 
 

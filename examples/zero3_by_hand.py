@@ -7,6 +7,8 @@ reduce-scatter the gradients, and update the fp32 shards with them.
 Run: torchrun --nproc-per-node 2 examples/zero3_by_hand.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -65,6 +67,10 @@ def main():
             print(f"step {step + 1}: loss {loss.item():.4f} at {level.bpw:.2f} bits per weight")
     if rank == 0:
         print(ledger.check())
+
+    # A rank that leaves while another still works, or a group that cycles hold, aborts the process.
+    gc.collect()
+    dist.barrier()
     dist.destroy_process_group()
 
 
