@@ -9,8 +9,8 @@ Predictions are made twice: with the messages probed at the very rate ("probed")
 interpolated, linearly in 1/rate, from the probes at the other rates ("interpolated"). Either way
 the model knows the burst that the lab's token bucket lets pass after a pause (`burst_nbytes`).
 
-    python benchmarks/plan_error.py run --minutes 25 --out /tmp/plan-error     # again to go on
-    python benchmarks/plan_error.py show --out /tmp/plan-error --json result.json
+    python benchmarks/plan_error.py run --minutes 25 --out runs/plan-error     # again to go on
+    python benchmarks/plan_error.py show --out runs/plan-error --json result.json
 """
 
 import argparse

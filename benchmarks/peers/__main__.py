@@ -38,7 +38,6 @@ OURS = (
     "sparseloco",
 )
 ARMS = (*PEERS, *OURS)
-EVERY = 15  # inner steps of an outer round, in all recipes that have them
 LOSS = (
     "--data.seq-len-tokens", "64", "--data.batch-seqs", "8", "--model.hidden-dim", "512",
     "--optim.lr", "1e-3", "--evaluation.num-seqs", "512", "--compute.threads", "1",
@@ -50,8 +49,9 @@ SPEED = (
 
 
 def config_of(name: str, words: list[str]) -> dict[str, Any]:
-    """Return an arm's whole configuration; a peer takes the dense recipe's."""
-    return to_dict(config_from_args(words, recipe("diloco" if name in PEERS else name)))
+    """Return an arm's whole configuration; a peer takes that of the recipe it competes with."""
+    own = {"torchft-diloco": "diloco"}.get(name, "dense-ddp") if name in PEERS else name
+    return to_dict(config_from_args(words, recipe(own)))
 
 
 def run_losses(given: argparse.Namespace) -> dict[str, Any]:
@@ -106,7 +106,8 @@ def run_speeds(given: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name in given.arms[1:]:
         # A turn of a method with outer rounds holds one whole round of them.
-        every = EVERY if "loco" in name else 0
+        outer = config_of(name, [])["systems"]["outer"]
+        every = outer["sync_every"] if outer["method"] != "none" else 0
         warmup, steps = max(3, every), every or given.round_steps
         words = [*SPEED, "--steps", str(warmup + given.rounds * steps)]
         words += ["--data.source", "synthetic", "--out", str(given.out / "scratch")]

@@ -57,12 +57,7 @@ def all_reduce(
         return plain_all_reduce(nbytes, link=link, axis=axis, num_ranks=num_ranks)
     dense = all_reduce_sent(nbytes, num_ranks) if dense_bytes is None else dense_bytes
     if algorithm == "one_shot":
-        wire = codec.wire_nbytes(numel, dtype)
-        return [
-            Coding("encode", link, codec, numel),
-            Message(link, axis, "all_gather", wire, num_ranks, dense),
-            Coding("decode", link, codec, num_ranks * numel),
-        ]
+        return _gathered(numel, dtype, codec, link, axis, num_ranks, dense)
     chunk = chunk_numel(numel, num_ranks, codec)
     wire = codec.wire_nbytes(chunk, dtype)
     return [
@@ -90,6 +85,19 @@ def all_gather(
     dense = all_gather_sent(nbytes, num_ranks)
     if codec is None or call.gate(codec, numel, dtype, codec.wire_nbytes(numel, dtype), min_bytes):
         return [Message(link, axis, "all_gather", nbytes, num_ranks, dense)]
+    return _gathered(numel, dtype, codec, link, axis, num_ranks, dense)
+
+
+def _gathered(
+    numel: int,
+    dtype: torch.dtype,
+    codec: Codec,
+    link: str,
+    axis: str,
+    num_ranks: int,
+    dense: int,
+) -> list[Work]:
+    """Return the work of gathering every rank's encoded message and decoding them all."""
     return [
         Coding("encode", link, codec, numel),
         Message(link, axis, "all_gather", codec.wire_nbytes(numel, dtype), num_ranks, dense),
@@ -123,16 +131,14 @@ def reduce_scatter(
     ]
 
 
-def owners(nbytes: int, padded: bool, *, link: str, axis: str, num_ranks: int) -> list[Work]:
-    """Return owners' messages that reach all ranks, `nbytes` sent by each.
+def owners(nbytes: int, *, link: str, axis: str, num_ranks: int) -> list[Work]:
+    """Return owners' messages that reach all ranks, as one all-gather of their mean.
 
     Args:
         nbytes: bytes one rank sends (see `scape.reduce.owners_sent`).
-        padded: whether one all-gather carries them; else broadcasts, taken as one of their mean.
         link: ledger link.
         axis: mesh axis.
         num_ranks: ranks of the group.
     """
-    del padded  # either way a rank's own part goes to all others
     shard = -(-nbytes // (num_ranks - 1))
     return [Message(link, axis, "all_gather", shard, num_ranks, 0)]

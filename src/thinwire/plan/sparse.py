@@ -60,13 +60,13 @@ def sparse_works(job: Job, stage: int, *, sends_all: bool) -> SparseWorks:
     masks: list[Coding | Message] = []
     if not sends_all and sync.mask_source != "random":
         lengths = _mask_lengths(table, sync.density, sync.mask_format)
-        padded, sent = owners_sent(lengths)
-        masks = messages.owners(sent, padded, link="masks", axis=AXIS, num_ranks=num)
+        _, sent = owners_sent(lengths)
+        masks = messages.owners(sent, link="masks", axis=AXIS, num_ranks=num)
     weights: list[Coding | Message] = []
     if sync.sharded:
         lengths = [job.dtype.itemsize * n for n in _owned_numels(table)]
-        padded, sent = owners_sent(lengths)
-        weights = messages.owners(sent, padded, link="weights", axis=AXIS, num_ranks=num)
+        _, sent = owners_sent(lengths)
+        weights = messages.owners(sent, link="weights", axis=AXIS, num_ranks=num)
     passes = 0.0 if sends_all else SWEEP_BYTES * table.numel
     select = Compute("select", nbytes=passes, numel=0 if sends_all else table.numel)
     return SparseWorks(select, values, masks, weights)
