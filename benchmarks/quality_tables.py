@@ -45,22 +45,69 @@ def outer_table(runs: dict[str, Any], tuning_seed: int = 99) -> str:
             [f"`{arm}`", f"{r['lr']:g}", str(len(seeds)), spread(seeds.values()),
              "reference" if arm == first else gap(seeds, losses[first]), ratio]
         )  # fmt: skip
+    head = ["arm", "rate", "seeds", "held-out loss ± s.e., nats", f"to `{first}` (95 % interval)",
+            "bytes below dense"]  # fmt: skip
+    return table(head, rows) + tuning_table(runs, tuning_seed)
+
+
+def tuning_table(runs: dict[str, Any], tuning_seed: int) -> str:
+    """Return the losses that rates were chosen by, nothing if none were."""
     tuned: dict[str, dict[float, float]] = {}
     for r in runs.values():
         if r["seed"] == tuning_seed:
             tuned.setdefault(r["arm"], {})[r["lr"]] = r["val_loss"]
+    if not tuned:
+        return ""
     rates = sorted({lr for found in tuned.values() for lr in found})
-    head = ["arm", "rate", "seeds", "held-out loss ± s.e., nats", f"to `{first}` (95 % interval)",
-            "bytes below dense"]  # fmt: skip
+    shown = [
+        [f"`{arm}`", *(f"{found[lr]:.4f}" if lr in found else "" for lr in rates)]
+        for arm, found in tuned.items()
+    ]
+    text = "\n\nRates were chosen on a seed of its own:\n\n"
+    return text + table(["arm", *(f"rate {lr:g}" for lr in rates)], shown)
+
+
+def sparse_table(runs: dict[str, Any], tuning_seed: int = 99) -> str:
+    """Return the tables of `benchmarks/scape_quality.py`: the longest runs, then other lengths."""
+    losses: dict[int, Losses] = {}
+    about: dict[str, dict[str, Any]] = {}
+    for r in runs.values():
+        if r["seed"] != tuning_seed:
+            arm = f"{r['arm']} {r['warmup']}"
+            losses.setdefault(r["steps"], {}).setdefault(arm, {})[r["seed"]] = r["val_loss"]
+            if r["steps"] == max(losses):
+                about[arm] = r
+    if not losses:
+        return "no run over seeds yet" + tuning_table(runs, tuning_seed)
+    longest = losses[max(losses)]
+    adams, adamw = (longest.get(f"dense-{name} none", {}) for name in ("adams", "adamw"))
+    rows = []
+    for arm, seeds in sorted(longest.items(), key=lambda one: statistics.fmean(one[1].values())):
+        r = about[arm]
+        ratio = f"{r['dense_bytes'] / r['wire_bytes']:.1f}×" if r["wire_bytes"] else "1×"
+        rows.append(
+            [f"`{r['arm']}`", r["warmup"], f"{r['lr']:g}", str(len(seeds)), spread(seeds.values()),
+             gap(seeds, adams), gap(seeds, adamw), ratio]
+        )  # fmt: skip
+    head = ["arm", "warm-up", "rate", "seeds", "held-out loss ± s.e., nats",
+            "to dense AdamS (95 % interval)", "to dense AdamW",
+            "bytes below dense, whole run"]  # fmt: skip
     text = table(head, rows)
-    if tuned:
-        shown = [
-            [f"`{arm}`", *(f"{found[lr]:.4f}" if lr in found else "" for lr in rates)]
-            for arm, found in tuned.items()
-        ]
-        text += "\n\nRates were chosen on a seed of its own:\n\n"
-        text += table(["arm", *(f"rate {lr:g}" for lr in rates)], shown)
-    return text
+    shorter = sorted(set(losses) - {max(losses)})
+    if shorter:
+        text += "\n\nThe gap to dense AdamS at the same length, by number of steps:\n\n"
+        text += lengths_table(losses, [*shorter, max(losses)], list(losses[shorter[0]]))
+    return text + tuning_table(runs, tuning_seed)
+
+
+def lengths_table(losses: dict[int, Losses], lengths: list[int], arms: list[str]) -> str:
+    reference = "dense-adams none"
+    rows = [
+        [f"`{arm}`", *(gap(losses[n].get(arm, {}), losses[n].get(reference, {})) for n in lengths)]
+        for arm in arms
+        if arm != reference
+    ]
+    return table(["arm", *(f"{n:,} steps" for n in lengths)], rows)
 
 
 def mixed_table(runs: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 # Run as a script, this folder is on the path, not the one above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.quality_tables import mixed_table, outer_table, table
+from benchmarks.quality_tables import mixed_table, outer_table, sparse_table, table
 from thinwire.lab.bench import cpu_name
 from thinwire.train.metrics import versions
 
@@ -154,8 +154,11 @@ def plan_error_rows(rows: list[dict[str, Any]]) -> str:
 
 def kind_table(result: dict[str, Any]) -> str:
     if "runs" in result:
-        mixed = "plan" in next(iter(result["runs"].values()))
-        return mixed_table(result["runs"]) if mixed else outer_table(result["runs"])
+        kind = next(iter(result["runs"].values()))
+        tables = {"plan": mixed_table, "warmup": sparse_table}
+        return next((made for key, made in tables.items() if key in kind), outer_table)(
+            result["runs"]
+        )
     if "claims" in result:
         return claims_table(result)
     if "probed" in result:

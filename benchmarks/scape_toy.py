@@ -120,6 +120,7 @@ class Plan:
         seed: of weights and batches.
         workers: N.
         width: of the model.
+        batch: sequences per worker and step.
     """
 
     arm: Arm
@@ -130,6 +131,7 @@ class Plan:
     seed: int = 0
     workers: int = 4
     width: int = 64
+    batch: int = BATCH
 
 
 @dataclass
@@ -210,7 +212,7 @@ def batch(text: Tensor, plan: Plan, step: int, worker: int) -> Tensor:
     """Return characters [B, T + 1] drawn from (seed, step, worker)."""
     key = (plan.seed * 1_000_003 + step) * 64 + worker
     generator = torch.Generator().manual_seed(key)
-    starts = torch.randint(0, text.numel() - SEQ - 1, (BATCH,), generator=generator)
+    starts = torch.randint(0, text.numel() - SEQ - 1, (plan.batch,), generator=generator)
     return text[starts[:, None] + torch.arange(SEQ + 1)].long()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thinwire import cli
-from thinwire.plan import CodecSpeed, Compute, Group, Links, Speed
+from thinwire.plan import CodecSpeed, Compute, Group, Links, Point, Speed
 from thinwire.train.parse import load
 from thinwire.train.recipes import recipe
 from thinwire.train.workload import workload
@@ -328,3 +328,35 @@ def test_several_links_with_stored_weights_are_refused_by_name(slow, capsys):
     slow.write_text(slow.read_text().replace("nodes = 2", "nodes = 4"))
     assert cli.main(args) == 2
     assert "doesn't cover gathers of stored weights" in capsys.readouterr().err
+
+
+def test_a_configuration_that_no_recipe_has_is_an_arm_too(slow, tmp_path, capsys):
+    written, numbers = tmp_path / "plan.toml", tmp_path / "plan.json"
+    words = ["--systems.weights.bits", "2", "--write", str(written), "--json", str(numbers)]
+    assert cli.main(["plan", "zeropp", "--cluster", str(slow), *words]) == 0
+    assert "as given: pays" in capsys.readouterr().out
+    found = json.loads(numbers.read_text())
+    given = next(arm for arm in found["arms"] if arm["name"] == "as given")
+    config = load(written)
+    assert found["recommended"] == ["as given"]
+    assert config.systems.weights.bits == 2
+    assert workload(config, 2).sent() == pytest.approx(given["sent_bytes"])
+
+
+def test_a_recipe_s_own_arm_is_not_listed_twice(slow, capsys):
+    assert cli.main(["plan", "static-6bit", "--cluster", str(slow)]) == 0
+    assert "as given" not in capsys.readouterr().out
+
+
+def test_messages_beyond_the_largest_probed_are_told(tmp_path, capsys):
+    path = links(tmp_path / "links.json")
+    assert cli.main(["plan", "static-8bit", "--links", str(path)]) == 0
+    assert "note:" not in capsys.readouterr().out
+    short = Speed.fit([Point(nbytes=n, median_s=1e-4 + n / 1e7) for n in (256, 4096)])
+    names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
+    group = Group(ranks=((0, 1),), size=2, collectives=dict.fromkeys(names, short))
+    links(path, groups={"dp_shard": group})
+    assert cli.main(["plan", "static-8bit", "--links", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "note: all_gather on dp_shard: messages of up to " in out
+    assert "beyond the largest probed (4.1 kB)" in out

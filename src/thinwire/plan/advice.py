@@ -21,6 +21,7 @@ class Advice:
         best: their prediction together, or the dense one.
         memory_limit: bytes of a device that a run must fit, 0: not asked.
         words: the recommendation for people, one sentence.
+        notes: what else to know: arms that could not be weighed, times that are extrapolated.
     """
 
     dense: Prediction
@@ -29,6 +30,7 @@ class Advice:
     best: Prediction
     words: str
     memory_limit: float = 0.0
+    notes: tuple[str, ...] = ()
 
     def fits(self, prediction: Prediction) -> bool:
         """Return whether a run fits a device's memory."""
@@ -42,6 +44,7 @@ class Advice:
             "recommended": list(self.chosen),
             "prediction": self.best.to_dict(),
             "words": self.words,
+            "notes": list(self.notes),
         }
 
 
@@ -55,7 +58,8 @@ def advise(
 
     Args:
         dense: the uncompressed run.
-        arms: name -> (the link that it concerns, its prediction).
+        arms: name -> (the link that it concerns, its prediction); link "" stands for several: such
+            an arm is not combined with others.
         together: predicts several arms of different links in one run; None where they exclude
             each other.
         memory_limit: bytes of a device; arms that need more are never chosen. 0: not asked.
@@ -80,7 +84,8 @@ def advise(
         name = arm.prediction.name
         if arm.pays:
             best_of.setdefault(arms[name][0], name)
-    chosen = tuple(best_of.values())
+    alone = best_of.pop("", None)
+    chosen = tuple(best_of.values()) or ((alone,) if alone else ())
     dense_fits = _fits(dense, limit)
     if not chosen and fitting and not dense_fits:
         chosen = (fitting[0].prediction.name,)
@@ -89,19 +94,32 @@ def advise(
         return Advice(
             dense=dense, arms=ordered, chosen=(), best=dense, words=words, memory_limit=limit
         )
-    best = arms[chosen[0]][1]
-    if len(chosen) > 1:
-        joint = together(chosen)
-        if joint is not None and joint.step_s < best.step_s and _fits(joint, limit):
-            best = joint
-    if best.name == chosen[0]:
-        chosen = chosen[:1]
+    chosen, best = _join(arms, chosen, alone, together, limit)
     words = f"use {' with '.join(chosen)}: {dense.step_s / best.step_s:.2f}x the dense speed"
     if not dense_fits:
         words += f"; the dense run {_too_large(dense, limit)}"
     return Advice(
         dense=dense, arms=ordered, chosen=chosen, best=best, words=words, memory_limit=limit
     )
+
+
+def _join(
+    arms: Mapping[str, tuple[str, Prediction]],
+    chosen: tuple[str, ...],
+    alone: str | None,
+    together: Callable[[Sequence[str]], Prediction | None],
+    limit: float,
+) -> tuple[tuple[str, ...], Prediction]:
+    """Return the fastest of the first arm, all of them together, and the arm that stands alone."""
+    best = arms[chosen[0]][1]
+    joint = together(chosen) if len(chosen) > 1 else None
+    if joint is not None and joint.step_s < best.step_s and _fits(joint, limit):
+        best = joint
+    else:
+        chosen = chosen[:1]
+    if alone and arms[alone][1].step_s < best.step_s:
+        return (alone,), arms[alone][1]
+    return chosen, best
 
 
 def _fits(prediction: Prediction, limit: float) -> bool:

@@ -78,6 +78,19 @@ class MeasuredCosts:
             return group.seconds("all_to_all", message.nbytes)
         return group.seconds(message.collective, message.nbytes)
 
+    def beyond(self, workload: Workload) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return (wire, collective) -> (largest message, largest probed) where that is less."""
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for work in (op.work for phase in workload.phases for op in phase.ops):
+            if isinstance(work, Message):
+                wire = self.wire(work.axis)
+                speed = self.links.group(wire).collectives.get(work.collective)
+                if speed is not None and work.nbytes > speed.points[-1].nbytes:
+                    sizes = work.nbytes, speed.points[-1].nbytes
+                    key = wire, work.collective
+                    found[key] = max(sizes, found.get(key, sizes))
+        return found
+
     def coding_s(self, coding: Coding) -> float:
         """Return the seconds to encode or decode.
 
@@ -89,7 +102,8 @@ class MeasuredCosts:
             if coding.codec.facts.exact:
                 return 0.0  # a copy that the dense path makes too
             raise ConfigError(
-                f"the links hold no speed of {coding.codec!r}: probe with the plan's recipes"
+                f"the links hold no speed of {type(coding.codec).__name__} as it is set for link "
+                f"{coding.link}: probe again with this recipe and its settings"
             )
         if coding.what == "encode":
             return coding.calls * speed.encode_latency_s + coding.numel * speed.encode_s_per_value

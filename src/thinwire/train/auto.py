@@ -27,6 +27,7 @@ from tqdm import tqdm
 from thinwire import plan
 from thinwire.errors import ConfigError
 from thinwire.train.axes import check_ranks
+from thinwire.train.candidates import AS_GIVEN, AXIS_OF, BRIEF, check_used
 from thinwire.train.config import Config, Replicas, Systems
 from thinwire.train.mesh import Layout
 from thinwire.train.probing import probe_recipe, recipe_work
@@ -35,12 +36,6 @@ from thinwire.train.workload import workload
 
 __all__ = ["AutoRun", "arms_of", "calibrated_s", "choose_systems", "settled"]
 
-# Recipes that leave the model as it is, by the axis whose link they compress.
-OFFERED = {
-    "dp_shard": ("static-8bit", "aquavit", "aquavit-grad4", "zeropp"),
-    "dp_replicate": ("scape-90",),
-    "tp": ("taco",),
-}
 LINKS = ("weights", "gradients", "tensor", "replicas")
 MAX_NBYTES = 2**28
 PROBE_SHARE = 0.6
@@ -198,7 +193,7 @@ def arms_of(config: Config, sizes: dict[str, int]) -> tuple[Config, dict[str, Co
     names = [name.strip() for name in config.auto.arms.split(",") if name.strip()]
     arms = {name: _with(dense, name.split("+")) for name in names or _offered(config, sizes)}
     if given != dense:
-        arms["as given"] = given
+        arms[AS_GIVEN] = given
     start = replace(config, compress="given", systems=dense)
     return start, {name: replace(start, systems=systems) for name, systems in arms.items()}
 
@@ -206,8 +201,10 @@ def arms_of(config: Config, sizes: dict[str, int]) -> tuple[Config, dict[str, Co
 def _offered(config: Config, sizes: dict[str, int]) -> list[str]:
     """Return names of offered recipes that fit, joined by + where several links are compressed."""
     apart = config.systems.outer.method != "none"
-    axes = [axis for axis in OFFERED if sizes[axis] > 1 and not (apart and axis == "dp_replicate")]
-    choices = product(*(("", *OFFERED[axis]) for axis in axes))
+    links = [
+        link for link in BRIEF if sizes[AXIS_OF[link]] > 1 and not (apart and link == "gradients")
+    ]
+    choices = product(*(("", *BRIEF[link]) for link in links))
     return [name for words in choices if (name := "+".join(word for word in words if word))]
 
 
@@ -239,29 +236,16 @@ def _weigh(
     left_out: dict[str, str] = {}
     for name, arm in arms.items():
         try:
-            _check_used(name, arm, layout.sizes)
+            check_used(arm.systems, layout.sizes)
             check_ranks(arm, ranks)
             load = workload(replace(arm, recipe=name), ranks, overlap=_overlaps(layout))
         except ConfigError as error:
-            if config.auto.arms or name == "as given":
+            if config.auto.arms or name == AS_GIVEN:
                 raise ConfigError(f"auto: arm {name}: {error}") from None
             left_out[name] = str(error)
             continue
         weighed[name] = load
     return weighed, left_out
-
-
-def _check_used(name: str, arm: Config, sizes: dict[str, int]) -> None:
-    """Refuse an arm whose link has no ranks here: set-up would refuse it later."""
-    systems, plain = arm.systems, Systems()
-    uses: dict[str, Callable[[Systems], bool]] = {
-        "dp_shard": lambda s: (s.weights, s.gradients) != (plain.weights, plain.gradients),
-        "tp": lambda s: s.tensor != plain.tensor,
-        "dp_replicate": lambda s: s.replicas.optimizer not in ("adamw", "adams"),
-    }
-    for axis, uses_axis in uses.items():
-        if uses_axis(systems) and sizes[axis] == 1 and sum(sizes.values()) > len(sizes):
-            raise ConfigError(f"it compresses what crosses mesh.{axis}, which has one rank here")
 
 
 def _overlaps(layout: Layout) -> bool:

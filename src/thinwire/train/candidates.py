@@ -10,7 +10,13 @@ from thinwire.train.config import Config, Systems
 from thinwire.train.recipes import recipe
 from thinwire.train.support import asked_for, refusal
 
-__all__ = ["LINK_OF", "candidates", "dense_twin", "joined", "to_toml"]
+__all__ = [
+    "AS_GIVEN", "AXIS_OF", "BRIEF", "LINK_OF", "candidates", "check_used", "dense_twin", "joined",
+    "to_toml",
+]  # fmt: skip
+
+# The name of the arm that is the configuration as it stands, where no recipe's arm is that.
+AS_GIVEN = "as given"
 
 # Recipes whose systems are tried, per link they concern; an arm of "weights" may bring gradients.
 _ARMS = {
@@ -22,7 +28,13 @@ _ARMS = {
     "outer": ("diloco-int8", "sparseloco"),
 }  # fmt: skip
 LINK_OF = {name: link for link, names in _ARMS.items() for name in names}
-_AXIS = {
+# What `compress = "auto"` weighs, alone and joined: few, as its brief probe times all their codecs.
+BRIEF = {
+    "weights": ("static-8bit", "aquavit", "aquavit-grad4", "zeropp"),
+    "gradients": ("scape-90",),
+    "tensor": ("taco",),
+}
+AXIS_OF = {
     "weights": "dp_shard",
     "tensor": "tp",
     "gradients": "dp_replicate",
@@ -50,13 +62,14 @@ def dense_twin(config: Config) -> Config:
 def candidates(config: Config, sizes: Mapping[str, int]) -> dict[str, Config]:
     """Return arm name -> the dense twin with that arm's systems, for the axes that have ranks.
 
-    Arms that do not go together with what stays of the configuration are left out.
+    Arms that do not go together with what stays of the configuration are left out; the
+    configuration itself is one, `AS_GIVEN`, where it is neither dense nor one of the others.
     Replicas that train apart (outer rounds) change what is learnt in a step; they are offered where
     the configuration asks for rounds already.
     """
     dense, found = dense_twin(config), {}
     for link, names in _ARMS.items():
-        if sizes[_AXIS[link]] == 1:
+        if sizes[AXIS_OF[link]] == 1:
             continue
         if link == "outer" and config.systems.outer.method == "none":
             continue
@@ -64,7 +77,35 @@ def candidates(config: Config, sizes: Mapping[str, int]) -> dict[str, Config]:
             arm = _with_arm(dense, config, link, name)
             if refusal(asked_for(arm)) is None:
                 found[name] = arm
+    known = [dense.systems, *(arm.systems for arm in found.values())]
+    if config.systems not in known and _used(config.systems, sizes):
+        found[AS_GIVEN] = replace(config, recipe=AS_GIVEN, compress="given")
     return found
+
+
+def check_used(systems: Systems, sizes: Mapping[str, int]) -> None:
+    """Refuse systems whose link has no ranks here: set-up would refuse them later.
+
+    Raises:
+        ConfigError: naming the axis.
+    """
+    plain = Systems()
+    uses = {
+        "dp_shard": (systems.weights, systems.gradients) != (plain.weights, plain.gradients),
+        "tp": systems.tensor != plain.tensor,
+        "dp_replicate": systems.replicas.optimizer not in ("adamw", "adams"),
+    }
+    for axis, used in uses.items():
+        if used and sizes[axis] == 1 and sum(sizes.values()) > len(sizes):
+            raise ConfigError(f"it compresses what crosses mesh.{axis}, which has one rank here")
+
+
+def _used(systems: Systems, sizes: Mapping[str, int]) -> bool:
+    try:
+        check_used(systems, sizes)
+    except ConfigError:
+        return False
+    return True
 
 
 def _with_arm(dense: Config, config: Config, link: str, name: str) -> Config:
@@ -77,7 +118,9 @@ def _with_arm(dense: Config, config: Config, link: str, name: str) -> Config:
 
 
 def joined(config: Config, names: Sequence[str]) -> Config:
-    """Return the dense twin with the systems of several arms, one per link."""
+    """Return the dense twin with the systems of several arms, one per link, or what was given."""
+    if AS_GIVEN in names:
+        return replace(config, compress="given")
     made = dense_twin(config)
     for name in names:
         made = _with_arm(made, config, LINK_OF[name], name)

@@ -15,7 +15,7 @@ from thinwire.plan.predict import Arm, crossing, seconds_text
 from thinwire.plan.workload import Workload
 from thinwire.train.arguments import Arguments
 from thinwire.train.axes import check_ranks
-from thinwire.train.candidates import LINK_OF, candidates, dense_twin, joined, to_toml
+from thinwire.train.candidates import AS_GIVEN, LINK_OF, candidates, dense_twin, joined, to_toml
 from thinwire.train.config import Config
 from thinwire.train.parse import config_from_args, load, near
 from thinwire.train.recipes import DEFAULT, recipe
@@ -148,7 +148,7 @@ class _Planner:
         """Return what to use among the named arms, or all that fit."""
         fitting = candidates(self.config, self.sizes)
         for name in names:
-            if name not in LINK_OF:
+            if name not in LINK_OF and name not in fitting:
                 raise near("arm", name, list(LINK_OF))
             if name not in fitting:
                 raise ConfigError(
@@ -157,10 +157,34 @@ class _Planner:
                 )
         chosen = {name: fitting[name] for name in names} if names else fitting
         dense = self.predict(dense_twin(self.config))
-        arms = {name: (LINK_OF[name], self.predict(config)) for name, config in chosen.items()}
+        arms, notes = {}, []
+        for name, config in chosen.items():
+            try:
+                arms[name] = LINK_OF.get(name, ""), self.predict(config)
+            except ConfigError as error:
+                if name != AS_GIVEN or names:
+                    raise ConfigError(f"arm {name}: {error}") from None
+                notes.append(f"the configuration as given is not predicted: {error}")
         limit = 1e9 * self.cluster.device.memory_gbyte if self.cluster is not None else 0.0
         advice = advise(dense, arms, self._together, limit)
-        return replace(advice, arms=tuple(map(self._with_crossing, advice.arms)))
+        notes += self._beyond()
+        crossed = tuple(map(self._with_crossing, advice.arms))
+        return replace(advice, arms=crossed, notes=tuple(notes))
+
+    def _beyond(self) -> list[str]:
+        """Return lines about messages larger than any that was probed."""
+        if not isinstance(self.costs, MeasuredCosts):
+            return []
+        largest: dict[tuple[str, str], tuple[int, int]] = {}
+        for made in self.made.values():
+            for key, sizes in self.costs.beyond(made).items():
+                largest[key] = max(sizes, largest.get(key, sizes))
+        return [
+            f"{collective} on {axis}: messages of up to {_size(needed)} are beyond the largest "
+            f"probed ({_size(probed)}), their seconds extrapolated: probe with larger --seconds "
+            "and --max-mbytes"
+            for (axis, collective), (needed, probed) in largest.items()
+        ]
 
     def _together(self, names: Sequence[str]) -> Prediction | None:
         with suppress(ConfigError):
@@ -218,6 +242,7 @@ def _text(advice: Advice) -> str:
         for row in rows
     ]
     lines += ["", *(f"{arm.prediction.name}: {arm.words}" for arm in advice.arms)]
+    lines += ["", *(f"note: {note}" for note in advice.notes)] if advice.notes else []
     lines += ["", f"recommendation: {advice.words}", "", LEGEND]
     return "\n".join(lines) + "\n"
 
