@@ -219,10 +219,12 @@ def without_dense_steps(made: Workload) -> Workload:
     return replace(made, phases=tuple(replace(p, share=p.share / total) for p in phases))
 
 
-def predicted_s(made: Workload, links: Links, step_s: float, rate: str = "none"):
+def predicted_s(
+    made: Workload, links: Links, step_s: float, rate: str = "none", free: Links | None = None
+):
     speed = parse_rate(rate)
     burst_s = 8 * burst_nbytes(speed) / speed if speed else 0.0
-    return predict(made, MeasuredCosts(links, made.mesh, step_s, burst_s))
+    return predict(made, MeasuredCosts(links, made.mesh, step_s, burst_s, free))
 
 
 def rows_of(launches: dict, kind: str) -> list[dict]:
@@ -265,9 +267,11 @@ class Case:
 
     def predict(self, size: str, name: str):
         made = self.made(size, name)
-        links = mesh_links(self.group, self.codecs, made.mesh)
+        links, free = (
+            mesh_links(group, self.codecs, made.mesh) for group in (self.group, self.free_group)
+        )
         step_s = self.compute_s(size, ARMS.get(name, name))
-        return predicted_s(made, links, step_s, self.rate)
+        return predicted_s(made, links, step_s, self.rate, free)
 
     def rows(self, steps: dict) -> list[dict]:
         rows = []

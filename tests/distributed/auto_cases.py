@@ -63,7 +63,8 @@ def _prober(bytes_per_s):
             world_size=2,
             mesh=layout.sizes,
             groups=dict.fromkeys(axes, group),
-            codecs={repr(codec): CODING for codec in codecs} | {"select": CODING},
+            codecs={repr(codec): CODING for codec in codecs}
+            | dict.fromkeys(("select", "sparse"), CODING),
             compute=Compute(recipe=work.name, step_s=0.01),
         )
 

@@ -57,7 +57,7 @@ def test_every_axis_and_collective_is_measured_and_equal_on_all_ranks(tmp_path):
             assert sizes[0] == (512 if name == "all_gather" else 1024)
             assert all(big == 4 * small for small, big in pairwise(sizes))
             assert all(point.rounds >= 3 for point in speed.points)
-    assert set(first.codecs) == {repr(codec) for codec in codecs} | {"select"}
+    assert set(first.codecs) == {repr(codec) for codec in codecs} | {"select", "sparse"}
     assert first.compute.recipe == "mine"
     assert (first.compute.tokens, first.compute.params) == (7, 9)
     assert first.compute.forward_s == pytest.approx(first.compute.step_s)  # its one part
@@ -122,7 +122,7 @@ def test_one_rank_has_no_links():
     links = run_ranks(1, lambda rank: probe(codecs=[Cast("bf16")], seconds=0.2))[0]
     assert links.groups == {}
     assert links.mesh == {"world": 1}
-    assert list(links.codecs) == [repr(Cast("bf16")), "select"]
+    assert list(links.codecs) == [repr(Cast("bf16")), "select", "sparse"]
 
 
 def test_a_step_that_fails_on_one_rank_fails_on_all():

@@ -17,6 +17,9 @@ CODEC = Blockwise(bits=4, block_size=128)
 SHARDED = {"mesh": {"dp_shard": 2}, "blocking": True, "prefetch": 0}
 DENSE = workload_of(job(name="dense", **SHARDED))
 ARM = workload_of(job(name="block4", weights=(WeightsPhase(1.0, CODEC),), **SHARDED))
+HALF = workload_of(
+    job(name="half", weights=(WeightsPhase(0.5, CODEC), WeightsPhase(0.5)), **SHARDED)
+)
 
 
 def links_of(bytes_per_s, *, codec_s=1e-9, axes=("dp_shard",)):

@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.choose_cases import DENSE, links_of
+from tests.unit.choose_cases import ARM, DENSE, HALF, links_of
 from thinwire.errors import ConfigError
-from thinwire.plan import Compute
+from thinwire.plan import Compute, choose
 from thinwire.testing.ranks import run_ranks
-from thinwire.train.auto import arms_of, calibrated_s
+from thinwire.train.auto import arms_of
 from thinwire.train.config import Auto, Config, Outer, Replicas, Storage, Systems
 from thinwire.train.parse import load, to_dict
 from thinwire.train.recipes import recipe
 from thinwire.train.saved import as_chosen
+from thinwire.train.trial import calibrated_s, try_arms
 
 SIZES = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
 AUTO = Config(compress="auto")
@@ -98,7 +99,7 @@ class Clock(threading.local):
 def test_real_steps_say_what_computation_costs(monkeypatch):
     """The probe found 10 ms of computation; steps take 40 ms, and little of it in messages."""
     clock = Clock()
-    monkeypatch.setattr("thinwire.train.auto.time", clock)
+    monkeypatch.setattr("thinwire.train.trial.time", clock)
     links = replace(links_of(1e10), compute=Compute(recipe="job", step_s=0.01))
     built = []
 
@@ -125,4 +126,57 @@ def test_on_slow_links_no_real_step_is_taken():
     def work(rank):
         return calibrated_s(links, DENSE, lambda: pytest.fail("a step would take 24 s"), 10.0)
 
-    assert run_ranks(2, work) == [0.01, 0.01]
+    assert run_ranks(2, work) == [None, None]
+
+
+def choice_of(rate=1e6):
+    """Return a choice among dense (most of it messages), block4 and half."""
+    links = replace(links_of(rate), compute=Compute(recipe="job", step_s=0.01))
+    return choose(links, DENSE, [ARM, HALF])
+
+
+def clocked(monkeypatch, seconds):
+    """Return `build` for `try_arms`: arms take these seconds a step."""
+    clock, built = Clock(), []
+    monkeypatch.setattr("thinwire.train.trial.time", clock)
+
+    def build(name):
+        built.append(name)
+
+        def step():
+            clock.now_s += seconds[name]
+
+        return step
+
+    return build, built
+
+
+@pytest.mark.parametrize(
+    ("block4", "half", "chosen"),
+    [
+        (0.5, 9.0, "block4"),  # faster than what is predicted for half: that isn't tried
+        (40.0, 0.5, "half"),
+        (40.0, 60.0, "dense"),
+    ],
+)
+def test_arms_are_tried_until_one_keeps_its_promise(monkeypatch, block4, half, chosen):
+    choice = choice_of()
+    build, built = clocked(monkeypatch, {"block4": block4, "half": half})
+    found = run_ranks(1, lambda _: try_arms(choice, build, 1e3))[0]
+    assert found.name == chosen
+    assert built == (["block4"] if chosen == "block4" else ["block4", "half"])
+    assert set(found.tried) == set(built)
+    # What the first phase of half took counts for its other phase too.
+    both = half * choice.arms[1].prediction.step_s / choice.first_s(choice.arms[1].prediction)
+    took = {"block4": block4, "half": both, "dense": choice.dense.step_s}
+    assert found.step_s == pytest.approx(took[chosen])
+    assert found.speedup == pytest.approx(choice.dense.step_s / took[chosen])
+    said = f"no arm that was tried is faster: block4 40 s, half {both:.4g} s"
+    assert (said in found.words()) == (chosen == "dense")
+
+
+def test_without_time_to_try_the_prediction_stands(monkeypatch):
+    choice = choice_of()
+    build, built = clocked(monkeypatch, {})
+    assert run_ranks(1, lambda _: try_arms(choice, build, 1e-3))[0] == choice
+    assert built == []

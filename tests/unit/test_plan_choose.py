@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.choose_cases import ARM, CODEC, DENSE, SHARDED, links_of
+from tests.unit.choose_cases import ARM, DENSE, HALF, links_of
 from tests.unit.plan_cases import job
 from thinwire.errors import ConfigError
 from thinwire.plan import (
@@ -12,7 +12,6 @@ from thinwire.plan import (
     Measured,
     MeasuredCosts,
     Outer,
-    WeightsPhase,
     choose,
     predict,
     workload_of,
@@ -59,10 +58,7 @@ def test_the_margin_is_what_an_arm_must_exceed():
 
 
 def test_the_fastest_of_several_arms():
-    slower = workload_of(
-        job(name="half", weights=(WeightsPhase(0.5, CODEC), WeightsPhase(0.5)), **SHARDED)
-    )
-    choice = choose(links_of(1e6), DENSE, [slower, ARM])
+    choice = choose(links_of(1e6), DENSE, [HALF, ARM])
     assert choice.name == "block4"
     assert [arm.prediction.name for arm in choice.arms] == ["block4", "half"]
 

@@ -23,6 +23,7 @@ from thinwire.codecs import Codec
 from thinwire.comm import call, transport
 from thinwire.comm.ledger import reduce_scatter_sent
 from thinwire.errors import ConfigError
+from thinwire.kernels.finite import all_finite
 
 if TYPE_CHECKING:
     from thinwire.aquavit.handle import Handle
@@ -95,7 +96,7 @@ class GradientReduce(_compat.ReduceScatter):
             grads_RN = grads_RN + residual
         num_ranks, nbytes = grads_RN.shape[0], spans[-1].bytes.stop
         messages = grads_RN.new_empty(num_ranks, nbytes, dtype=torch.uint8)
-        bad = self.handle.nonfinite == "raise" and not bool(torch.isfinite(grads_RN).all())
+        bad = self.handle.nonfinite == "raise" and not all_finite(grads_RN)
         for span in spans:
             part_RN, out_RW = grads_RN[:, span.elements], messages[:, span.bytes]
             if bad:

@@ -31,6 +31,7 @@ from thinwire.eco.state import StateForm
 from thinwire.eco.tensor import QuantizedTensor, local_quantized
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
 from thinwire.kernels.eco import Step, reference
+from thinwire.kernels.finite import all_finite
 from thinwire.kernels.random import RandomKey, tensor_id
 
 __all__ = ["EcoOptimizer", "optimizer_nbytes"]
@@ -204,7 +205,7 @@ class EcoOptimizer(Optimizer):
             assert isinstance(param, nn.Parameter)
             self._check_next_lr()
             name = self._slots[param].name if param in self._slots else "of full precision"
-            if param.grad is not None and not _is_finite(plain(param.grad)):
+            if param.grad is not None and not all_finite(plain(param.grad)):
                 self._broken.add(f"the gradient of {name}")
             elif param.grad is not None:
                 self._step_all([(param, group)])
@@ -247,7 +248,7 @@ class EcoOptimizer(Optimizer):
         """Step a tensor in several passes; return 1 if its new values aren't finite."""
         state, step = self.state[slot.param], int(self.state[slot.param]["step"])
         target_RC, m, v, den = self._update(slot, quantized, h)
-        if not _is_finite(target_RC):
+        if not all_finite(target_RC):
             return 1
         if h.lr != 0.0:
             stride = slot.piece.full_columns
@@ -340,7 +341,7 @@ class EcoOptimizer(Optimizer):
         flag = torch.zeros(1, device=device)
         for p in params:
             assert p.grad is not None
-            flag += float(not _is_finite(plain(p.grad)))
+            flag += float(not all_finite(plain(p.grad)))
         if not self._any_rank(flag):
             return True
         if self.nonfinite == "raise":
@@ -431,11 +432,6 @@ class EcoOptimizer(Optimizer):
                     f"this optimizer holds {mine.dtype} {tuple(mine.shape)}"
                 )
             plain(mine).copy_(plain(theirs) if isinstance(mine, DTensor) else theirs)
-
-
-def _is_finite(x: Tensor) -> bool:
-    # A finite sum means finite terms and costs a tenth of looking at each.
-    return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 
 def optimizer_nbytes(optimizer: Optimizer) -> int:

@@ -5,8 +5,8 @@ differ by a rounding and then wait for each other's messages for ever.
 """
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -32,12 +32,14 @@ class Choice:
         dense: the dense run's.
         arms: the compressed runs beside it, the fastest first.
         margin: speed-up that an arm had to exceed, less 1.
+        tried: arms that took real steps -> measured over predicted seconds.
     """
 
     chosen: Prediction
     dense: Prediction
     arms: tuple[Arm, ...]
     margin: float
+    tried: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -45,20 +47,52 @@ class Choice:
         return self.chosen.name
 
     @property
+    def step_s(self) -> float:
+        """Return the chosen run's seconds a step, as trials corrected them."""
+        return self.chosen.step_s * self.tried.get(self.name, 1.0)
+
+    @property
     def speedup(self) -> float:
         """Return the dense step's seconds over the chosen one's."""
-        return self.dense.step_s / self.chosen.step_s
+        return self.dense.step_s / self.step_s
+
+    def first_s(self, prediction: Prediction) -> float:
+        """Return the seconds of an arm's first step, dense ones and the ends of rounds left out."""
+        for name, (_, seconds) in prediction.phases.items():
+            if "dense step" not in name and "sync" not in name:
+                return seconds
+        return prediction.step_s
+
+    def revised(self, tried: Mapping[str, float]) -> "Choice":
+        """Return the choice among the dense run and the arms, by the trials where there are any.
+
+        An arm that was not tried is chosen if none was: its prediction is all there is.
+
+        Args:
+            tried: arm -> measured over predicted seconds.
+        """
+        if not tried:
+            return self
+        arms = {arm.prediction.name: arm.prediction for arm in self.arms}
+        best = min(tried, key=lambda name: tried[name] * arms[name].step_s)
+        faster = self.dense.step_s > (1 + self.margin) * tried[best] * arms[best].step_s
+        return replace(self, chosen=arms[best] if faster else self.dense, tried=dict(tried))
 
     def words(self) -> str:
         """Return what was chosen and the expected gain, in one line."""
         dense_s = self.dense.step_s
         if self.chosen is not self.dense:
             small = "" if self.speedup > PAYS else ", a small gain"
+            found = "tried," if self.name in self.tried else "expected"
             return (
-                f"chose {self.name}: expected {self.chosen.step_s:.4g} s a step against "
+                f"chose {self.name}: {found} {self.step_s:.4g} s a step against "
                 f"{dense_s:.4g} s dense, {self.speedup:.2f}x{small}"
             )
         head = f"chose {self.name}: expected {dense_s:.4g} s a step"
+        if self.tried:
+            steps = {arm.prediction.name: arm.prediction.step_s for arm in self.arms}
+            took = ", ".join(f"{name} {r * steps[name]:.4g} s" for name, r in self.tried.items())
+            return f"{head}; no arm that was tried is faster: {took}"
         if not self.arms:
             return f"{head}; no arm fits"
         best = self.arms[0]
@@ -68,9 +102,10 @@ class Choice:
         """Return plain JSON values: names, predictions, gains."""
         return {
             "chosen": self.name,
-            "expected_step_s": self.chosen.step_s,
+            "expected_step_s": self.step_s,
             "expected_speedup": self.speedup,
             "margin": self.margin,
+            "tried": dict(self.tried),
             "dense": self.dense.to_dict(),
             "arms": [arm.to_dict() for arm in self.arms],
         }
@@ -81,17 +116,17 @@ class Choice:
         Phases follow each other over the run, dense steps first; those that recur (the ends of
         rounds) count with their share in every step.
         """
-        phases = self.chosen.phases
+        phases, ratio = self.chosen.phases, self.tried.get(self.name, 1.0)
         if not phases or self.recurs:
-            return self.chosen.step_s
+            return self.step_s
         # Sorting is stable: other phases keep the order in which they come.
         ordered = sorted(phases.items(), key=lambda item: "dense step" not in item[0])
         end = 0.0
         for _, (share, seconds) in ordered:
             end += share
             if (step + 0.5) / steps < end:
-                return seconds
-        return ordered[-1][1][1]
+                return ratio * seconds
+        return ratio * ordered[-1][1][1]
 
     @property
     def recurs(self) -> bool:
@@ -210,8 +245,8 @@ class Measured:
         side = "more" if ratio > 1 else "less"
         return (
             f"the prediction is off: steps of {self.choice.name} take {abs(ratio - 1):.0%} {side} "
-            f"than expected ({ratio * self.choice.chosen.step_s:.4g} s against "
-            f"{self.choice.chosen.step_s:.4g} s)"
+            f"than expected ({ratio * self.choice.step_s:.4g} s against "
+            f"{self.choice.step_s:.4g} s)"
         )
 
     @property

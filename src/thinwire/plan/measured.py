@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thinwire.errors import ConfigError
 from thinwire.plan.links import Links
-from thinwire.plan.probe_mesh import SELECT
+from thinwire.plan.probe_mesh import SELECT, SPARSE
 from thinwire.plan.workload import Coding, Compute, Message, Workload
 
 __all__ = ["MeasuredCosts"]
@@ -24,6 +24,8 @@ class MeasuredCosts:
         burst_s: seconds of its speed that an idle link saves up and lets pass at once: what a
             shaped or a cloud provider's link may do, and messages of a probe one after the other
             don't show; 0: nothing.
+        unlimited: the same links without the limit that `burst_s` is about: how fast a burst
+            passes; None: in no time beyond the latency.
 
     Raises:
         ConfigError: the links are of another mesh, or hold no time of a step.
@@ -33,6 +35,7 @@ class MeasuredCosts:
     mesh: Mapping[str, int]
     step_s: float | None = None
     burst_s: float = 0.0
+    unlimited: Links | None = None
 
     def __post_init__(self) -> None:
         for axis, size in self.mesh.items():
@@ -50,7 +53,9 @@ class MeasuredCosts:
             raise ConfigError(f"step_s must be above 0 and finite, got {self.step_s}")
 
     def least_s(self, message: Message) -> float:
-        """Return the latency of the smallest message; see `Costs`."""
+        """Return the seconds on the unlimited link, or the latency; see `Costs`."""
+        if self.unlimited is not None:
+            return replace(self, links=self.unlimited, unlimited=None).seconds(message)
         group = self.links.group(self.wire(message.axis))
         speed = group.collectives.get(message.collective)
         return speed.latency_s if speed is not None else 0.0
@@ -111,8 +116,8 @@ class MeasuredCosts:
 
     def compute_s(self, compute: Compute, workload: Workload) -> float:
         """Return the seconds of arithmetic: the step's, dealt by floating-point operations."""
-        if compute.what == "select":
-            return self._select_s(compute.numel)
+        if compute.what in (SELECT, SPARSE):
+            return self._own_s(compute)
         known = self.links.compute
         if self.step_s is not None or known is None or not (known.forward_s and known.backward_s):
             return self.whole_step_s(workload) * compute.flops / workload.flops
@@ -126,13 +131,16 @@ class MeasuredCosts:
         )
         return scale * seconds * compute.flops / whole
 
-    def _select_s(self, numel: int) -> float:
-        if not numel:
+    def _own_s(self, compute: Compute) -> float:
+        """Return the seconds of an arm's own passes over its state."""
+        if not compute.numel:
             return 0.0
-        speed = self.links.codecs.get(SELECT)
+        speed = self.links.codecs.get(compute.what)
         if speed is None:
-            raise ConfigError("the links hold no speed of picking the largest values: probe again")
-        return speed.encode_s(numel) + speed.decode_s(numel)
+            raise ConfigError(f"the links hold no speed of {compute.what!r} passes: probe again")
+        latency_s = speed.encode_latency_s + speed.decode_latency_s
+        per_value_s = speed.encode_s_per_value + speed.decode_s_per_value
+        return compute.calls * latency_s + compute.numel * per_value_s
 
     def whole_step_s(self, workload: Workload) -> float:
         """Return the seconds of a step's arithmetic."""

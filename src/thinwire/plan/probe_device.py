@@ -11,15 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.codecs import Codec
 from thinwire.kernels import adams
 from thinwire.plan.links import CodecSpeed, Compute
 from thinwire.plan.probe_clock import Clock
 from thinwire.plan.probe_links import spread_s
+from thinwire.scape import AdamS
+from thinwire.scape.layout import list_entries
+from thinwire.scape.rules import Adams
+from thinwire.scape.table import build_table
+from thinwire.scape.worker import Masking, Worker
 
-__all__ = ["Work", "measure_codec", "measure_select", "measure_step"]
+__all__ = ["Work", "measure_codec", "measure_select", "measure_sparse", "measure_step"]
 
 SMALL, LARGE = 2**12, 2**18
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
@@ -103,6 +108,61 @@ def measure_select(clock: Clock, seconds: float) -> CodecSpeed:
         encode_s_per_value=picked[1],
         decode_latency_s=added[0],
         decode_s_per_value=added[1],
+    )
+
+
+def measure_sparse(clock: Clock, seconds: float) -> CodecSpeed:
+    """Return what SCAPE's step at 1 % costs beyond a dense AdamS step, without its messages.
+
+    Encode holds what comes before the exchange of values, decode what follows; the latency is that
+    of one tensor.
+    """
+
+    def stepped(x: Tensor) -> Worker:
+        param = nn.Parameter(x.view(1, -1))
+        param.grad = 1e-3 * param.detach()
+        group = {"params": [param], "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
+        entries = list_entries([group | {"weight_decay": 0.1}])
+        table = build_table([e.name for e in entries], [param.shape], 1, dense_below=0)
+        worker = Worker(entries, table, 0, Adams(), Masking())
+        worker.all_dense()
+        commit(worker)
+        worker.take_masks(dict(worker.picked))
+        return worker
+
+    def commit(worker: Worker) -> None:
+        sent = [worker.outgoing(run)[0] for run in worker.runs]
+        worker.commit(sent, sent, sent, next_density=0.01)
+
+    def before(x: Tensor) -> Call:
+        worker = stepped(x)
+
+        def call() -> None:
+            message = worker.mask_message(2, 0.01)
+            worker.take_masks(worker.read_masks([message], 2, 0.01))
+            for run in worker.runs:
+                worker.outgoing(run)
+
+        return call
+
+    def after(x: Tensor) -> Call:
+        worker = stepped(x)
+        sent = [worker.outgoing(run)[0] for run in worker.runs]
+        return lambda: worker.commit(sent, sent, sent, next_density=0.01)
+
+    def dense(x: Tensor) -> Call:
+        param = nn.Parameter(x)
+        param.grad = 1e-3 * x
+        return AdamS([param], lr=1e-3).step
+
+    leaving = _fit("a sparse step's sending", before, 1, clock, seconds / 3)
+    coming = _fit("a sparse step's update", after, 1, clock, seconds / 3)
+    saved = _fit("a dense step", dense, 1, clock, seconds / 3)
+    return CodecSpeed(
+        encode_latency_s=leaving[0],
+        encode_s_per_value=leaving[1],
+        decode_latency_s=max(0.0, coming[0] - saved[0]),
+        decode_s_per_value=max(1e-15, coming[1] - saved[1]),
     )
 
 

@@ -16,13 +16,20 @@ from thinwire.codecs import Codec
 from thinwire.errors import ConfigError
 from thinwire.plan.links import COLLECTIVES, CodecSpeed, Group, Links, Speed
 from thinwire.plan.probe_clock import Clock, interruptible
-from thinwire.plan.probe_device import Work, measure_codec, measure_select, measure_step
+from thinwire.plan.probe_device import (
+    Work,
+    measure_codec,
+    measure_select,
+    measure_sparse,
+    measure_step,
+)
 from thinwire.plan.probe_links import measure_groups
 
 __all__ = ["probe"]
 
 # The speed of picking a state's largest values stands beside the codecs'.
-SELECT = "select"
+# Names of arms' own passes among the codecs of links.json, as `Compute.what` has them.
+SELECT, SPARSE = "select", "sparse"
 _CODECS_SHARE = _STEP_SHARE = 0.2
 # A bound of the whole probe that even one hung message keeps.
 TIMEOUT_S = 120.0
@@ -115,13 +122,15 @@ def _measure(
     if work is not None:
         compute = measure_step(work, clock, step_share * clock.seconds)
     codec_speeds = {}
-    share_s = codecs_share * clock.seconds / (len(codecs) + 1)
+    share_s = codecs_share * clock.seconds / (len(codecs) + 2)
     for codec in dict.fromkeys(codecs):
         clock.show(repr(codec))
         codec_speeds[repr(codec)] = measure_codec(codec, clock, share_s)
     if codecs:
         clock.show(SELECT)
         codec_speeds[SELECT] = measure_select(clock, share_s)
+        clock.show(SPARSE)
+        codec_speeds[SPARSE] = measure_sparse(clock, share_s)
     # Codecs may have had to be compiled: the links keep their share whatever that took.
     until_s = max(
         clock.seconds, clock.elapsed_s + (1 - _CODECS_SHARE - _STEP_SHARE) * clock.seconds

@@ -68,7 +68,8 @@ def sparse_works(job: Job, stage: int, *, sends_all: bool) -> SparseWorks:
         _, sent = owners_sent(lengths)
         weights = messages.owners(sent, link="weights", axis=AXIS, num_ranks=num)
     passes = 0.0 if sends_all else SWEEP_BYTES * table.numel
-    select = Compute("select", nbytes=passes, numel=0 if sends_all else table.numel)
+    numel = 0 if sends_all else table.numel
+    select = Compute("sparse", nbytes=passes, numel=numel, calls=len(table.pieces))
     return SparseWorks(select, values, masks, weights)
 
 

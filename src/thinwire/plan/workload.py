@@ -23,16 +23,19 @@ class Compute:
     """Arithmetic of the model or the optimizer.
 
     Attributes:
-        what: "forward", "backward", "optimizer" or "select" (an arm's own passes over its state).
+        what: "forward", "backward", "optimizer", or an arm's own passes over its state: "select"
+            (the largest values picked and added back), "sparse" (SCAPE's step beyond AdamS's).
         flops: floating-point operations of matrix products.
         nbytes: memory traffic of element-wise passes, in bytes.
         numel: values that such a pass goes over.
+        calls: tensors that they are cut into.
     """
 
     what: str
     flops: float = 0.0
     nbytes: float = 0.0
     numel: int = 0
+    calls: int = 1
 
 
 @dataclass(frozen=True, slots=True)

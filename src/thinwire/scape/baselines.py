@@ -22,6 +22,7 @@ from thinwire.comm import Ledger, transport
 from thinwire.comm.ledger import all_gather_sent, all_reduce_sent
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
 from thinwire.kernels.adams import largest
+from thinwire.kernels.finite import all_finite
 from thinwire.scape.layout import Entry, list_entries, local
 from thinwire.scape.reduce import ValueWire
 
@@ -481,5 +482,5 @@ class SyncSimulator:
 
 
 def _refuse_nonfinite(parts: Sequence[Tensor]) -> None:
-    if parts[0].is_floating_point() and not all(bool(torch.isfinite(x).all()) for x in parts):
+    if parts[0].is_floating_point() and not all(map(all_finite, parts)):
         raise NonFiniteError("NaN or infinity in a baseline's message; all ranks raise")

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from thinwire import _compat
 from thinwire.comm import Ledger
 from thinwire.errors import ConfigError, NonFiniteError
+from thinwire.kernels.finite import all_finite
 from thinwire.scape import consistency, saved
 from thinwire.scape.exchange import Arriving, Exchange
 from thinwire.scape.layout import list_entries, local, state_dtype
@@ -323,7 +324,7 @@ class SparseOptimizer(Optimizer):
         """Return whether the step goes on, the same on all ranks of the group and the replica."""
         bad = (words != 0).any()
         for p in means:
-            bad |= ~torch.isfinite(p).all()
+            bad |= ~all_finite(p)
         count = self.exchange.sum_over_shards(bad.to(torch.float64).view(1))
         if not count.item():
             return True

@@ -29,6 +29,7 @@ from thinwire.comm import Ledger, transport
 from thinwire.comm.ledger import all_gather_sent, all_reduce_sent
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
 from thinwire.kernels.adams import largest
+from thinwire.kernels.finite import all_finite
 from thinwire.scape.exchange import OrderedThread, twin_group
 
 __all__ = ["TopkHook"]
@@ -108,7 +109,7 @@ class TopkHook:
             return g.contiguous().view(torch.uint8)
         residual = self.residuals[p]
         total = g + residual
-        if not bool(torch.isfinite(total).all()):
+        if not all_finite(total):
             total = torch.full_like(g, torch.nan)  # seen by all; the residual stays as it was
             index = torch.arange(part.k, device=g.device)
         else:
@@ -134,7 +135,7 @@ class TopkHook:
                 exempt_bytes=all_gather_sent(exempt, num_ranks),
                 reason="tensors that are always dense" if exempt else "",
             )
-        if not bool(torch.isfinite(total).all()):
+        if not all_finite(total):
             raise NonFiniteError("NaN or infinity in a rank's gradients; all ranks raise")
         return buffer.copy_(total / num_ranks)
 

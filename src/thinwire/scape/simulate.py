@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.comm import Ledger
 from thinwire.errors import NonFiniteError
+from thinwire.kernels.finite import all_finite
 from thinwire.scape.engine import Options
 from thinwire.scape.layout import Entry, list_entries, state_dtype
 from thinwire.scape.reduce import Books, ValueWire
@@ -134,7 +135,7 @@ class Simulator:
         bad = [torch.stack([b for _, b in rows]).amax(0) for rows in pairs]
         mean = self.wire.mean([torch.cat([*xs, b]) for xs, b in zip(sent, bad, strict=True)])
         self.books.values([mean.numel()], self.density(self.num_steps))
-        if mean[-1].item() != 0 or not bool(torch.isfinite(mean).all()):
+        if mean[-1].item() != 0 or not all_finite(mean):
             self._refuse()
             return
         means = list(mean[:-1].split([x.numel() for x in sent[0]]))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.adams import largest
+from thinwire.kernels.finite import all_finite
 from thinwire.scape import fused
 from thinwire.scape.layout import Entry, Run, make_runs, state_dtype
 from thinwire.scape.messages import MaskWire, message_nbytes
@@ -241,7 +242,7 @@ class Worker:
         names = []
         for run in self.runs:
             g = run.flat_grad()
-            names += [e.name for e, span in run.spans() if not bool(torch.isfinite(g[span]).all())]
+            names += [e.name for e, span in run.spans() if not all_finite(g[span])]
         return names
 
     def gradient_square_norm(self, means: Sequence[Tensor]) -> Tensor:
@@ -328,7 +329,7 @@ def flat_index(run: Run, masks: dict[Piece, Tensor]) -> Tensor:
 
 def _any_bad(grads: Sequence[Tensor]) -> Tensor:
     """Return 1.0 if any element is NaN or infinite, else 0.0, as float32 [1]."""
-    finite = torch.stack([torch.isfinite(g).all() for g in grads])
+    finite = torch.stack([all_finite(g) for g in grads])
     return (~finite.all()).to(torch.float32).view(1)
 
 

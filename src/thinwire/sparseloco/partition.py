@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError, ContractError, WireError
+from thinwire.kernels.finite import all_finite
 from thinwire.sparseloco.aggregate import Mean
 from thinwire.sparseloco.message import ABSTAIN, Header, Message, pack, unpack
 from thinwire.sparseloco.options import Options
@@ -218,8 +219,7 @@ class Partition:
 
     def _encode(self, record: Record, d: Tensor, pending: _Pending) -> str:
         """Write one record; return why the replica must abstain, "" if it need not."""
-        # A sum is finite only if all values are; one that overflows needs the closer look.
-        if not (bool(torch.isfinite(d.sum())) or bool(torch.isfinite(d).all())):
+        if not all_finite(d):
             return f"the pseudo-gradient of {record.name!r} is not finite"
         old = self.residual[record.name].view(-1)
         new = torch.empty_like(old)

@@ -1,18 +1,18 @@
 """compress = "auto": probe the links at the start, choose dense or compressed, compare as it runs.
 
 1. List the arms: recipes that compress a link of this mesh, one link or several at once.
-2. Probe links, the arms' codecs and this model's computation, for 60 % of `auto.seconds`.
-3. Take real dense steps in the rest, if it holds some, with weights that are thrown away; what they
+2. Probe links, the arms' codecs and this model's computation, for half of `auto.seconds`.
+3. Take real dense steps for 15 %, if that holds some, with weights that are thrown away; what they
    took beyond the prediction is counted as computation.
 4. Choose by predicted step time (`plan.choose`): the same on every rank.
-5. The run goes on with the chosen settings, as if they had been given; run.json holds the choice,
+5. Where dense steps were taken, take some with the chosen arm too, in what is left of the time; if
+   they are slower than predicted, the next arm gets its turn; dense stays if none is faster.
+6. The run goes on with the chosen settings, as if they had been given; run.json holds the choice,
    what was expected and what was measured.
 
 What stands besides links (storage, pipeline, outer rounds, AdamS) stays as configured in every arm.
 """
 
-import gc
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -32,14 +31,15 @@ from thinwire.train.config import Config, Replicas, Systems
 from thinwire.train.mesh import Layout
 from thinwire.train.probing import probe_recipe, recipe_work
 from thinwire.train.recipes import recipe
+from thinwire.train.trial import calibrated_s, try_arms
 from thinwire.train.workload import workload
 
-__all__ = ["AutoRun", "arms_of", "calibrated_s", "choose_systems", "settled"]
+__all__ = ["AutoRun", "arms_of", "choose_systems", "settled"]
 
 LINKS = ("weights", "gradients", "tensor", "replicas")
 MAX_NBYTES = 2**28
-PROBE_SHARE = 0.6
-MIN_STEPS, MAX_STEPS = 3, 10
+# Of `auto.seconds`: the probe, then dense steps; arms are tried in the rest.
+PROBE_SHARE, DENSE_SHARE = 0.5, 0.15
 
 
 @dataclass
@@ -78,7 +78,7 @@ class AutoRun:
 
 
 def choose_systems(
-    config: Config, layout: Layout, dense_step: Callable[[Config], Callable[[], Any]]
+    config: Config, layout: Layout, train_step: Callable[[Config], Callable[[], Any]]
 ) -> tuple[Config, AutoRun | None]:
     """Return the configuration with the chosen systems, and the choice; collective.
 
@@ -87,7 +87,7 @@ def choose_systems(
     Args:
         config: with compress "auto".
         layout: where this rank stands.
-        dense_step: from the dense configuration to a function that takes a real step.
+        train_step: from a configuration to a function that takes a real step.
 
     Raises:
         ConfigError: an arm of `auto.arms` that doesn't fit, or a run that the cost model doesn't
@@ -110,8 +110,8 @@ def choose_systems(
         seconds=PROBE_SHARE * config.auto.seconds,
         max_nbytes=MAX_NBYTES,
     )
-    left_s = (1 - PROBE_SHARE) * config.auto.seconds
-    step_s = calibrated_s(links, base, lambda: dense_step(dense), left_s)
+    seconds = config.auto.seconds
+    step_s = calibrated_s(links, base, lambda: train_step(dense), DENSE_SHARE * seconds)
     choice = plan.choose(
         links,
         base,
@@ -119,6 +119,9 @@ def choose_systems(
         margin=config.auto.margin,
         step_s=step_s,
     )
+    left_s = (1 - PROBE_SHARE - DENSE_SHARE) * seconds
+    if step_s is not None:
+        choice = try_arms(choice, lambda name: train_step(without_warmup(arms[name])), left_s)
     chosen = dense if choice.name == base.name else arms[choice.name]
     run = AutoRun(
         choice=choice,
@@ -132,42 +135,10 @@ def choose_systems(
     return settled(config, chosen.systems), run
 
 
-def calibrated_s(
-    links: plan.Links,
-    dense: plan.Workload,
-    build: Callable[[], Callable[[], Any]],
-    seconds: float,
-) -> float:
-    """Return the seconds of computation that explain what real dense steps took.
-
-    The probe's own are returned where fewer than three steps fit into `seconds`: there the link
-    decides.
-    """
-    assert links.compute is not None
-    probed_s = links.compute.step_s
-    expected_s = plan.predict(dense, plan.MeasuredCosts(links, dense.mesh, probed_s)).step_s
-    (count,) = _largest([min(MAX_STEPS, seconds / expected_s)])
-    if count < MIN_STEPS:
-        return probed_s
-    step = build()
-    step()  # compiles and opens sockets
-    took = []
-    for _ in range(int(count) - 1):
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        took.append(time.perf_counter() - start)
-    del step
-    gc.collect()  # FSDP's cycles hold the weights
-    beyond_s = statistics.median(_largest(took)) - expected_s
-    return max(probed_s + beyond_s, probed_s / 10)
-
-
-def _largest(values: Sequence[float]) -> list[float]:
-    """Return the largest of every rank's values, so that all ranks count alike."""
-    numbers = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-    return numbers.tolist()
+def without_warmup(config: Config) -> Config:
+    """Return an arm whose first steps are as those of most of the run: no dense ones."""
+    replicas = replace(config.systems.replicas, dense_steps=0)
+    return replace(config, systems=replace(config.systems, replicas=replicas))
 
 
 def settled(config: Config, systems: Systems) -> Config:

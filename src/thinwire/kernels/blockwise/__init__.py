@@ -3,10 +3,10 @@
 Ops write into a buffer that the caller owns, so a message can be built and read in place.
 """
 
-import torch
 from torch import Tensor
 
 from thinwire.kernels.blockwise.reference import meta_nbytes, wire_nbytes
+from thinwire.kernels.ops import cpu_op
 from thinwire.kernels.parallel import DTYPE_CODES, array, backend, run
 from thinwire.kernels.random import kernel_words
 
@@ -19,7 +19,7 @@ def _half(bits: int, symmetric: bool) -> int:
     return 2 ** (bits - 1) - 1 if symmetric else 0
 
 
-@torch.library.custom_op("thinwire::blockwise_encode", mutates_args=("out",), device_types="cpu")
+@cpu_op("blockwise_encode", "out")
 def encode_(
     x: Tensor,
     out: Tensor,
@@ -86,7 +86,7 @@ def _decode_cpu(
         )
 
 
-@torch.library.custom_op("thinwire::blockwise_decode", mutates_args=("out",), device_types="cpu")
+@cpu_op("blockwise_decode", "out")
 def decode_(
     wires: Tensor,
     out: Tensor,
@@ -106,7 +106,7 @@ def _decode_cuda(wires: Tensor, out: Tensor, *shape: object) -> None:
     backend(_PACKAGE, "triton").decode(wires, out, *shape)
 
 
-@torch.library.custom_op("thinwire::blockwise_sum", mutates_args=("out",), device_types="cpu")
+@cpu_op("blockwise_sum", "out")
 def sum_(
     wires: Tensor,
     out: Tensor,

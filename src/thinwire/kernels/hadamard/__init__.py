@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.hadamard.reference import FORMATS, S_RANGE, Layout, inverse_root
+from thinwire.kernels.ops import cpu_op
 from thinwire.kernels.parallel import DTYPE_CODES, array, backend, flat_rows, run
 
 __all__ = ["FORMATS", "Layout", "decode_", "decode_sum_", "decode_sum_encode_", "encode_"]
@@ -36,7 +37,7 @@ def _spec(layout: Layout) -> tuple[Any, ...]:
     )
 
 
-@torch.library.custom_op("thinwire::hadamard_encode", mutates_args=("out",), device_types="cpu")
+@cpu_op("hadamard_encode", "out")
 def encode_(
     x: Tensor,
     out: Tensor,
@@ -56,7 +57,7 @@ def encode_(
     run(kernel, groups, x.numel(), array(x), dtype, array(out), groups, group, _spec(layout))
 
 
-@torch.library.custom_op("thinwire::hadamard_decode", mutates_args=("out",), device_types="cpu")
+@cpu_op("hadamard_decode", "out")
 def decode_(
     wires: Tensor,
     out: Tensor,
@@ -77,7 +78,7 @@ def decode_(
         run(kernel, groups, out.shape[1], wire, rows[r], dtype, groups, group, spec)
 
 
-@torch.library.custom_op("thinwire::hadamard_sum", mutates_args=("out",), device_types="cpu")
+@cpu_op("hadamard_sum", "out")
 def decode_sum_(
     wires: Tensor,
     out: Tensor,
@@ -98,7 +99,7 @@ def decode_sum_(
     run(kernel, groups, work, *args)
 
 
-@torch.library.custom_op("thinwire::hadamard_middle", mutates_args=("out",), device_types="cpu")
+@cpu_op("hadamard_middle", "out")
 def decode_sum_encode_(
     wires: Tensor,
     out: Tensor,

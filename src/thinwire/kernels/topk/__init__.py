@@ -6,10 +6,10 @@
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from thinwire.errors import WireError
+from thinwire.kernels.ops import cpu_op
 from thinwire.kernels.parallel import DTYPE_CODES, array, backend, run
 from thinwire.kernels.topk import reference
 from thinwire.kernels.topk.geometry import Geometry, geometry
@@ -63,7 +63,7 @@ def _encode(
             )  # fmt: skip
 
 
-@torch.library.custom_op("thinwire::topk_encode", mutates_args=("out",), device_types="cpu")
+@cpu_op("topk_encode", "out")
 def encode_(
     x: Tensor, out: Tensor, shape: list[int], k: int, chunking: str, tile: int, quant: str,
     level: str,
@@ -72,9 +72,7 @@ def encode_(
     _encode(x, None, None, 0.0, out, geometry(tuple(shape), k, chunking, tile), quant, level)
 
 
-@torch.library.custom_op(
-    "thinwire::topk_feedback", mutates_args=("out", "new_residual"), device_types="cpu"
-)
+@cpu_op("topk_feedback", "out", "new_residual")
 def feedback_(
     delta: Tensor, residual: Tensor, new_residual: Tensor, beta: float, out: Tensor,
     shape: list[int], k: int, chunking: str, tile: int, quant: str, level: str,
@@ -102,7 +100,7 @@ def _refuse(bad: int) -> None:
         )
 
 
-@torch.library.custom_op("thinwire::topk_decode", mutates_args=("out",), device_types="cpu")
+@cpu_op("topk_decode", "out")
 def decode_(
     wires: Tensor, out: Tensor, shape: list[int], k: int, chunking: str, tile: int, quant: str,
     level: str,
@@ -121,7 +119,7 @@ def decode_(
         _refuse(sum(run(kernel, geo.chunks, geo.numel, *args)))
 
 
-@torch.library.custom_op("thinwire::topk_add", mutates_args=("out",), device_types="cpu")
+@cpu_op("topk_add", "out")
 def add_(
     wires: Tensor, out: Tensor, shape: list[int], k: int, chunking: str, tile: int, quant: str,
     level: str,
@@ -137,9 +135,7 @@ def add_(
         )
 
 
-@torch.library.custom_op(
-    "thinwire::topk_entries", mutates_args=("position", "value"), device_types="cpu"
-)
+@cpu_op("topk_entries", "position", "value")
 def entries_(
     wire: Tensor, position: Tensor, value: Tensor, shape: list[int], k: int, chunking: str,
     tile: int, quant: str, level: str,
