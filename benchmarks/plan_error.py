@@ -3,7 +3,9 @@
 One launch per (ranks, rate), each resumable: all ranks first probe their messages at that rate, as
 `thinwire probe` does, then `thinwire lab`'s own rounds train every model size and arm. The launch
 without a limit calibrates: codec speeds, and each dense run's step less its messages, which is the
-computation. Everything measured at a limited rate is held out.
+computation; other launches scale it by what the model alone takes in them, since shared cores are
+not always equally fast. Everything else is held out: all that was measured at a limited rate, and
+the compressed arms of the launch without one.
 
 Predictions are made twice: with the messages probed at the very rate ("probed"), and with messages
 interpolated, linearly in 1/rate, from the probes at the other rates ("interpolated"). Either way
@@ -23,6 +25,9 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from thinwire import plan
 from thinwire.codecs import Codec
 from thinwire.lab.arms import arm_config, parse_arm, parse_settings
@@ -32,12 +37,14 @@ from thinwire.plan import CodecSpeed, Compute, Group, Links, MeasuredCosts, Poin
 from thinwire.plan.predict import PAYS
 from thinwire.plan.workload import Workload
 from thinwire.train.launch import Place, launch
+from thinwire.train.mesh import make_layout
 from thinwire.train.metrics import versions
 from thinwire.train.parse import from_dict
+from thinwire.train.probing import recipe_work
 from thinwire.train.workload import workload
 
 HERE = Path(__file__).resolve().parent
-WARMUP, ROUNDS, STEPS = 2, 2, 3
+WARMUP, ROUNDS, STEPS, ALONE_STEPS = 2, 2, 3, 7
 BATCH = "data.seq_len_tokens=32", "data.batch_seqs=12", "compute.threads=1"
 SIZES = {
     "0.3M": ("model.dim=96", "model.num_layers=2", "model.hidden_dim=288"),
@@ -82,10 +89,6 @@ def config_of(size: str, name: str) -> dict:
     return arm_config(parse_arm(name, settings), words)
 
 
-def names_at(rate: str) -> list[str]:
-    return [*TWINS] if rate == "none" else [*TWINS, *ARMS]
-
-
 def codecs_of(num_ranks: int) -> list[Codec]:
     found = [
         codec
@@ -100,18 +103,35 @@ def codecs_of(num_ranks: int) -> list[Codec]:
 
 
 def measure(payload: dict) -> dict:
-    """Probe this link (and codecs, if asked), then train; what `launch` runs in every rank."""
+    """Probe this link (and codecs, if asked) and the models, then train; runs in every rank."""
     codecs = codecs_of(payload["num_ranks"]) if payload["calibrate"] else []
     seconds = payload["probe_s"]
     links = plan.probe(codecs=codecs, seconds=seconds, max_nbytes=2**33, collectives=COLLECTIVES)
-    return {"links": links.to_dict(), "rounds": train_rounds(payload)}
+    alone = {size: model_s(size) for size in payload["sizes"]}
+    return {"links": links.to_dict(), "alone": alone, "rounds": train_rounds(payload)}
+
+
+def model_s(size: str) -> float:
+    """Return the seconds that a step of the model takes without messages, of the slowest rank."""
+    config = from_dict(config_of(size, "dense-fsdp"))
+    work = recipe_work(config, make_layout(config, torch.device("cpu")))
+    work.step()
+    samples = []
+    for _ in range(ALONE_STEPS):
+        dist.barrier()
+        start = time.perf_counter()
+        work.step()
+        samples.append(time.perf_counter() - start)
+    numbers = torch.tensor(samples, dtype=torch.float64)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return statistics.median(numbers.tolist())
 
 
 # The launches
 
 
 def run_launch(num_ranks: int, rate: str) -> dict:
-    cases = [(size, name) for size in RATES[rate] for name in names_at(rate)]
+    cases = [(size, name) for size in RATES[rate] for name in (*TWINS, *ARMS)]
     payload = {
         "configs": [config_of(*case) for case in cases],
         "interface": INTERFACE,
@@ -121,6 +141,7 @@ def run_launch(num_ranks: int, rate: str) -> dict:
         "pad_s": 0.0,
         "threads": 1,
         "num_ranks": num_ranks,
+        "sizes": RATES[rate],
         "calibrate": rate == "none",
         "probe_s": PROBE_S.get(rate, 10.0),
     }
@@ -139,6 +160,7 @@ def run_launch(num_ranks: int, rate: str) -> dict:
         "num_ranks": num_ranks,
         "rate": rate,
         "links": ranks[0]["links"],
+        "alone": ranks[0]["alone"],
         "steps": steps,
         "versions": versions(),
     }
@@ -240,19 +262,24 @@ def rows_of(launches: dict, kind: str) -> list[dict]:
         free = launches[num_ranks, "none"]
         codecs = dict(Links.from_dict(free["links"]).codecs)
         for rate in by_rate:
-            if rate == "none" or (kind == "interpolated" and len(by_rate) < 3):
+            if kind == "interpolated" and (rate == "none" or len(by_rate) < 3):
                 continue
             group = by_rate[rate] if kind == "probed" else interpolated(by_rate, rate)
-            case = Case(num_ranks, rate, group, by_rate["none"], codecs, free["steps"])
-            rows += case.rows(launches[num_ranks, rate]["steps"])
+            launch = launches[num_ranks, rate]
+            pace = {size: launch["alone"][size] / free["alone"][size] for size in RATES[rate]}
+            case = Case(num_ranks, rate, group, by_rate["none"], codecs, free["steps"], pace)
+            rows += case.rows(launch["steps"])
     return rows
 
 
 class Case:
-    """All sizes and arms of one launch."""
+    """All sizes and arms of one launch.
 
-    def __init__(self, num_ranks, rate, group, free_group, codecs, free_steps) -> None:
-        self.num_ranks, self.rate, self.group = num_ranks, rate, group
+    `pace` is, by size, what the model takes alone over the same in the launch without a limit.
+    """
+
+    def __init__(self, num_ranks, rate, group, free_group, codecs, free_steps, pace) -> None:
+        self.num_ranks, self.rate, self.group, self.pace = num_ranks, rate, group, pace
         self.free_group, self.codecs, self.free_steps = free_group, codecs, free_steps
 
     def made(self, size: str, name: str) -> Workload:
@@ -270,13 +297,15 @@ class Case:
         links, free = (
             mesh_links(group, self.codecs, made.mesh) for group in (self.group, self.free_group)
         )
-        step_s = self.compute_s(size, ARMS.get(name, name))
+        step_s = self.pace[size] * self.compute_s(size, ARMS.get(name, name))
         return predicted_s(made, links, step_s, self.rate, free)
 
     def rows(self, steps: dict) -> list[dict]:
         rows = []
         for key, measured in steps.items():
             size, name = key.split(" ", 1)
+            if self.rate == "none" and name in TWINS:
+                continue  # calibrated with
             found = self.predict(size, name)
             row = {
                 "ranks": self.num_ranks, "rate": self.rate, "size": size, "arm": name,

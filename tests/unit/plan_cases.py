@@ -13,10 +13,14 @@ class Flat:
 
     latency_s: float = 0.0
     burst_s: float = 0.0
+    woken_s: float = 0.0
     overrides: dict = field(default_factory=dict)
 
     def seconds(self, message):
         return self.overrides.get(message.link, self.latency_s + message.nbytes / 1e9)
+
+    def wake_s(self, message):
+        return self.woken_s
 
     def least_s(self, message):
         return self.latency_s

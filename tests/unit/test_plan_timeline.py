@@ -181,3 +181,17 @@ def test_an_idle_wire_saves_up_a_burst():
     # Root and block are gathered in a row; only the first meets a wire that has rested.
     assert step(made, plain).step_s == pytest.approx(3.0 + 4.0)
     assert step(made, bursts).step_s == pytest.approx(3.0 + 4.0 - 1.5)
+
+
+def test_messages_after_computation_wake_what_moves_them():
+    compute, message = Compute("forward", flops=1e12), Message("weights", "dp_shard", "all_gather",
+                                                               10**9, 2, 10**9)  # fmt: skip
+    # Computation, two messages in a row, computation, a message: two of three are woken.
+    works = (compute, message, message, compute, message)
+    ops = [Op(work, after=(i - 1,) if i else ()) for i, work in enumerate(works)]
+    end = Op(Compute("optimizer"), after=(len(ops) - 1,))
+    made = workload_of(job())
+    seconds = play([*ops, end], Flat(), made).step_s
+    woken = play([*ops, end], Flat(woken_s=0.25), made)
+    assert woken.step_s == pytest.approx(seconds + 2 * 0.25)
+    assert woken.exposed_s["weights"] == pytest.approx(3 * 1.0 + 2 * 0.25)

@@ -48,6 +48,10 @@ class ClusterCosts:
                 f"{self.cluster.sites.count} sites: make it a multiple"
             )
 
+    def wake_s(self, message: Message) -> float:
+        """Return nothing: devices don't share cores with what moves bytes; see `Costs`."""
+        return 0.0
+
     @property
     def burst_s(self) -> float:
         """Return 0: described links have one speed; see `Costs`."""

@@ -134,13 +134,18 @@ class Group:
         ranks: world ranks of each group; empty tells that only their size is known.
         size: ranks of a group.
         collectives: speed by name, of `COLLECTIVES`.
+        wake_s: seconds that a message takes longer after computation than after another message:
+            on a host with as many ranks as cores, the thread that moves the bytes has to get a
+            core first.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     size: int
     collectives: Mapping[str, Speed]
+    wake_s: float = 0.0
 
     def __post_init__(self) -> None:
+        _need(self, ("wake_s",), above_zero=False)
         if self.size < 2:
             raise ConfigError(f"size must be at least 2, got {self.size}")
         if any(len(group) != self.size for group in self.ranks):
@@ -386,7 +391,7 @@ def _group(value: Any, where: str) -> Group:
     for key in ("ranks", "size", "collectives"):
         if key not in table:
             raise ConfigError(f"{where}.{key} is missing: the file is partial, probe again")
-    _refuse_others(table, ("ranks", "size", "collectives"), f"{where}.")
+    _refuse_others(table, ("ranks", "size", "collectives", "wake_s"), f"{where}.")
     collectives = _table(table["collectives"], f"{where}.collectives")
     speeds = {k: _speed(v, f"{where}.collectives.{k}") for k, v in collectives.items()}
     ranks = table["ranks"]
@@ -394,7 +399,8 @@ def _group(value: Any, where: str) -> Group:
         raise ConfigError(f"{where}.ranks must be lists of ranks, got {ranks!r}")
     groups = tuple(tuple(_value(r, int, f"{where}.ranks") for r in group) for group in ranks)
     size = _value(table["size"], int, f"{where}.size")
-    return _named(lambda: Group(ranks=groups, size=size, collectives=speeds), where)
+    wake_s = _value(table.get("wake_s", 0.0), float, f"{where}.wake_s")
+    return _named(lambda: Group(ranks=groups, size=size, collectives=speeds, wake_s=wake_s), where)
 
 
 def _speed(value: Any, where: str) -> Speed:

@@ -83,6 +83,10 @@ class MeasuredCosts:
             return group.seconds("all_to_all", message.nbytes)
         return group.seconds(message.collective, message.nbytes)
 
+    def wake_s(self, message: Message) -> float:
+        """Return the probed seconds to wake what moves the bytes; see `Costs`."""
+        return self.links.group(self.wire(message.axis)).wake_s
+
     def beyond(self, workload: Workload) -> dict[tuple[str, str], tuple[int, int]]:
         """Return (wire, collective) -> (largest message, largest probed) where that is less."""
         found: dict[tuple[str, str], tuple[int, int]] = {}

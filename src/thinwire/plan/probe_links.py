@@ -9,6 +9,7 @@ Legend: `R` ranks of a group.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,12 +22,14 @@ from thinwire.comm.ledger import all_gather_sent, all_reduce_sent, reduce_scatte
 from thinwire.plan.links import Point, Speed
 from thinwire.plan.probe_clock import Clock
 
-__all__ = ["measure_groups", "spread_s"]
+__all__ = ["measure_groups", "measure_wakes", "spread_s"]
 
 SIZES = tuple(2**10 * 4**i for i in range(9))  # 1 KiB to 64 MiB
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
 # Calls of a round: enough that the clock and the meeting before it don't count.
 SAMPLE_S, MAX_CALLS = 0.002, 10
+# Messages that say what waking costs, of this size, each after so much computation.
+WAKE_ROUNDS, WAKE_NBYTES, WAKE_COMPUTE_S = 20, 2**13, 0.008
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,51 @@ def measure_groups(
     for cell in cells:
         found[cell.axis][cell.collective] = Speed.fit(cell.points)
     return found
+
+
+def measure_wakes(groups: Mapping[str, dist.ProcessGroup], clock: Clock) -> dict[str, float]:
+    """Return each axis's seconds by which a small message takes longer after computation.
+
+    Means, as the seconds lie far apart (a thread gets a core at once or at the next tick), of the
+    rank that comes last and so waits for nobody. Devices compute beside the host: 0.
+
+    Raises:
+        PeerError, ProbeInterrupted: see `Clock`.
+    """
+    if clock.device.type != "cpu":
+        return dict.fromkeys(groups, 0.0)
+    rounds = WAKE_ROUNDS if clock.seconds >= 5 else 5
+    found = {}
+    for axis, group in groups.items():
+        clock.show(f"{axis} after computation")
+        message = MESSAGES["all_gather"](group, WAKE_NBYTES, clock.device)
+        with clock.peers(f"all_gather over {axis}"):
+            message.call()
+            means = [
+                _mean_last_s(message, group, clock, rounds, compute_s)
+                for compute_s in (0.0, WAKE_COMPUTE_S)
+            ]
+        clock.sent_nbytes += message.sent_nbytes * (1 + 2 * rounds)
+        found[axis] = max(0.0, means[1] - means[0])
+    return found
+
+
+def _mean_last_s(
+    message: Message, group: dist.ProcessGroup, clock: Clock, rounds: int, compute_s: float
+) -> float:
+    """Return the mean seconds that a group's last rank needs, of the slowest group."""
+    x = torch.randn(128, 128)
+    samples: list[float] = []
+    for _ in range(rounds):
+        if not samples or not compute_s:
+            clock.meet()
+        end = time.perf_counter() + compute_s
+        while time.perf_counter() < end:
+            torch.mm(x, x)
+        samples.append(clock.time_s(message.call))
+    last = torch.tensor(samples, dtype=torch.float64)
+    dist.all_reduce(last, op=dist.ReduceOp.MIN, group=group)
+    return statistics.fmean(clock.agree(last.tolist()))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from thinwire.plan.probe_device import (
     measure_sparse,
     measure_step,
 )
-from thinwire.plan.probe_links import measure_groups
+from thinwire.plan.probe_links import measure_groups, measure_wakes
 
 __all__ = ["probe"]
 
@@ -93,13 +93,16 @@ def probe(
     try:
         with interruptible(clock), _compat.group_timeout(limited, timeout_s):
             speeds, codec_speeds, compute = _measure(clock, groups, collectives, codecs, work)
+            wakes = measure_wakes(groups, clock)
     finally:
         clock.close()
     return Links(
         world_size=dist.get_world_size(),
         mesh=sizes,
         groups={
-            axis: Group(ranks=ranks[axis], size=sizes[axis], collectives=speeds[axis])
+            axis: Group(
+                ranks=ranks[axis], size=sizes[axis], collectives=speeds[axis], wake_s=wakes[axis]
+            )
             for axis in groups
         },
         codecs=codec_speeds,

@@ -209,6 +209,10 @@ class Costs(Protocol):
         """Return the seconds of a message on an idle link."""
         ...
 
+    def wake_s(self, message: Message) -> float:
+        """Return the seconds that it takes longer where the host has computed before."""
+        ...
+
     def wire(self, axis: str) -> str:
         """Return the name of the wire that an axis's messages queue on."""
         ...
