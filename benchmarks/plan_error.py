@@ -107,8 +107,10 @@ def measure(payload: dict) -> dict:
     codecs = codecs_of(payload["num_ranks"]) if payload["calibrate"] else []
     seconds = payload["probe_s"]
     links = plan.probe(codecs=codecs, seconds=seconds, max_nbytes=2**33, collectives=COLLECTIVES)
-    alone = {size: model_s(size) for size in payload["sizes"]}
-    return {"links": links.to_dict(), "alone": alone, "rounds": train_rounds(payload)}
+    before = {size: model_s(size) for size in payload["sizes"]}
+    rounds = train_rounds(payload)
+    alone = {size: (seconds + model_s(size)) / 2 for size, seconds in before.items()}
+    return {"links": links.to_dict(), "alone": alone, "rounds": rounds}
 
 
 def model_s(size: str) -> float:
@@ -324,6 +326,45 @@ class Case:
         return rows
 
 
+def choices(rows: list[dict], margin: float = 0.02) -> list[dict]:
+    """Return what `compress = "auto"` would choose in each case, and what that costs.
+
+    Per link, rate, model and dense twin: by predictions alone ("predicted"), and with real steps of
+    the arms that promise most, as `train.trial.try_arms` takes them ("tried"). `over` is the chosen
+    arm's measured step over the best's, less 1.
+    """
+    cases: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        twin = ARMS.get(row["arm"], row["arm"])
+        if row["rate"] != "none":
+            cases.setdefault((row["ranks"], row["rate"], row["size"], twin), {})[row["arm"]] = row
+    found = []
+    for (ranks, rate, size, twin), arms in cases.items():
+        dense, others = arms[twin], [row for name, row in arms.items() if name != twin]
+        others.sort(key=lambda row: row["predicted_s"])
+        pays = [r for r in others if dense["predicted_s"] > (1 + margin) * r["predicted_s"]]
+        tried: list[dict] = []
+        for row in pays:
+            if tried and row["predicted_s"] >= min(t["measured_s"] for t in tried):
+                break
+            tried.append(row)
+        best = min(arms.values(), key=lambda row: row["measured_s"])
+        chosen = {"predicted": pays[0] if pays else dense, "tried": dense}
+        if tried:
+            kept = min(tried, key=lambda row: row["measured_s"])
+            faster = dense["measured_s"] > (1 + margin) * kept["measured_s"]
+            chosen["tried"] = kept if faster else dense
+        found.append(
+            {"ranks": ranks, "rate": rate, "size": size, "twin": twin, "best": best["arm"]}
+            | {how: row["arm"] for how, row in chosen.items()}
+            | {
+                f"over_{how}": row["measured_s"] / best["measured_s"] - 1
+                for how, row in chosen.items()
+            }
+        )
+    return found
+
+
 def summary(rows: list[dict]) -> dict:
     errors = sorted(abs(row["error"]) for row in rows)
     verdicts = [row["right"] for row in rows if "right" in row]
@@ -346,7 +387,8 @@ def show(given: argparse.Namespace) -> int:
             print(f"{kind}: no launch to compare (one without a limit is needed)")
             continue
         result["versions"] = next(iter(launches.values()))["versions"]
-        result[kind] = {"summary": summary(rows), "rows": rows}
+        chosen = choices(rows)
+        result[kind] = {"summary": summary(rows), "rows": rows, "choices": chosen}
         found = summary(rows)
         print(
             f"{kind}: {found['combinations']} combinations, median error "
@@ -354,6 +396,13 @@ def show(given: argparse.Namespace) -> int:
             f"{found['worst_error']:.1%}; {found['right_verdicts'] or 0:.1%} of "
             f"{found['verdicts']} verdicts right"
         )
+        for how in ("predicted", "tried"):
+            over = [case[f"over_{how}"] for case in chosen]
+            near = sum(o <= 0.02 for o in over)
+            print(
+                f"  auto, {how}: {near} of {len(over)} within 2 % of the best, "
+                f"worst {max(over):.1%}"
+            )
         if given.rows == kind:
             table(rows)
     if given.json:

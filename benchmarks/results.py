@@ -9,6 +9,7 @@
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -136,7 +137,34 @@ def plan_error_table(result: dict[str, Any]) -> str:
              f"{100 * found['right_verdicts']:.1f} % of {found['verdicts']}"]
         )  # fmt: skip
     head = ["messages", "combinations", "median error", "90 % below", "worst", "right verdicts"]
-    return table(head, rows) + "\n\n" + plan_error_rows(result["probed"]["rows"])
+    parts = [table(head, rows), by_ranks_table(result["probed"]["rows"])]
+    if "choices" in result["probed"]:
+        parts.append(choices_table(result["probed"]["choices"]))
+    return "\n\n".join([*parts, plan_error_rows(result["probed"]["rows"])])
+
+
+def by_ranks_table(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for ranks in sorted({r["ranks"] for r in rows}):
+        errors = sorted(abs(r["error"]) for r in rows if r["ranks"] == ranks)
+        right = [r["right"] for r in rows if r["ranks"] == ranks and "right" in r]
+        lines.append(
+            [str(ranks), str(len(errors)), f"{100 * statistics.median(errors):.1f} %",
+             f"{100 * errors[-1]:.1f} %", f"{sum(right)} of {len(right)}"]
+        )  # fmt: skip
+    return table(["ranks", "combinations", "median error", "worst", "right verdicts"], lines)
+
+
+def choices_table(choices: list[dict[str, Any]]) -> str:
+    lines = []
+    for how, words in (
+        ("predicted", "by prediction"), ("tried", "after real steps of the chosen arm")
+    ):  # fmt: skip
+        over = [c[f"over_{how}"] for c in choices]
+        near = sum(o <= 0.02 for o in over)
+        lines.append([words, f"{near} of {len(over)}", f"{100 * max(over):.1f} %"])
+    head = ["what auto would choose", "within 2 % of the best arm or dense", "worst"]
+    return table(head, lines)
 
 
 def plan_error_rows(rows: list[dict[str, Any]]) -> str:
