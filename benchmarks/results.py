@@ -180,6 +180,18 @@ def plan_error_rows(rows: list[dict[str, Any]]) -> str:
     return table(head, lines)
 
 
+def mask_waits_table(result: dict[str, Any]) -> str:
+    rows = [
+        [r["rate"], f"{r['mask_message_bytes']:,.0f}", f"{1e3 * r['transfer_s']:.1f}",
+         f"{1e3 * r['mask_window_s']:.1f}", f"{1e3 * r['mask_wait_s']:.2f}",
+         f"{1e3 * r['mask_wait_max_s']:.2f}"]
+        for r in result["mask_waits"]
+    ]  # fmt: skip
+    head = ["rate", "mask bytes of a step", "transfer, ms", "launch to wait, ms", "waited, ms",
+            "longest, ms"]  # fmt: skip
+    return table(head, rows)
+
+
 def kind_table(result: dict[str, Any]) -> str:
     if "runs" in result:
         kind = next(iter(result["runs"].values()))
@@ -189,6 +201,8 @@ def kind_table(result: dict[str, Any]) -> str:
         )
     if "claims" in result:
         return claims_table(result)
+    if "mask_waits" in result:
+        return mask_waits_table(result)
     if "probed" in result:
         return plan_error_table(result)
     if isinstance(result.get("arms"), dict):

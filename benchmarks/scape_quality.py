@@ -46,9 +46,9 @@ ARMS = {
 BOTH_WARMUPS = "scape-90", "scape-95", "scape-99"
 RATES = {
     "dgc": (0.03, 0.1, 0.3, 1.0),
-    "demo": (3e-4, 1e-3, 3e-3),
-    "sparse": (1e-3, 3e-3, 6e-3, 1e-2),
-    "dense": (1e-3, 2e-3, 3e-3, 6e-3),
+    "demo": (1e-3, 3e-3, 6e-3, 1e-2),
+    "sparse": (1e-3, 3e-3, 6e-3, 1e-2, 2e-2),
+    "dense": (1e-3, 2e-3, 3e-3, 6e-3, 1e-2),
 }
 # Shares of the steps: no warm-up; a dense tenth and a tenth from there to the density.
 WARMUPS = {"none": (0.0, 0.0), "ramp": (0.1, 0.1)}
