@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from thinwire.codecs import Blockwise, Cast
@@ -52,6 +53,7 @@ def test_every_axis_and_collective_is_measured_and_equal_on_all_ranks(tmp_path):
     assert first.group("c").ranks == ((0, 1), (2, 3))
     for group in first.groups.values():
         assert tuple(group.collectives) == COLLECTIVES
+        assert 0 <= group.wake_s < 1
         for name, speed in group.collectives.items():
             sizes = [point.nbytes for point in speed.points]
             assert sizes[0] == (512 if name == "all_gather" else 1024)
@@ -222,3 +224,35 @@ def test_a_mesh_needs_names():
 def test_signals_are_left_alone_off_the_main_thread():
     assert threading.current_thread() is threading.main_thread()
     run_ranks(2, lambda rank: probe(seconds=0.1, collectives=("all_gather",)))
+
+
+def test_the_wake_is_what_a_message_takes_longer_after_computation(monkeypatch):
+    """A collective that takes 30 ms where its rank has just computed, and 10 ms else."""
+
+    class Message:
+        sent_nbytes = 1
+        computed = False
+
+        def call(self):
+            time.sleep(0.03 if self.computed else 0.01)
+            self.computed = False
+
+    messages = {}
+
+    def all_gather(group, nbytes, device):
+        return messages.setdefault(dist.get_rank(), Message())
+
+    def multiply(x, y):
+        messages[dist.get_rank()].computed = True
+
+    monkeypatch.setitem(probe_links.MESSAGES, "all_gather", all_gather)
+    monkeypatch.setattr(probe_links.torch, "mm", multiply)
+
+    def work(rank):
+        clock = Clock(1.0, 2**20, torch.device("cpu"))
+        group = dist.group.WORLD
+        return probe_links.measure_wakes({"dp_shard": group}, clock), clock.sent_nbytes
+
+    for found, sent in run_ranks(2, work):
+        assert found["dp_shard"] == pytest.approx(0.02, rel=0.5)
+        assert sent == 11

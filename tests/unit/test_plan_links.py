@@ -53,6 +53,15 @@ def test_plain_values_round_trip():
     assert Links.from_dict(values) == _links()
 
 
+def test_files_without_a_wake_are_read():
+    values = _links().to_dict()
+    del values["groups"]["dp_shard"]["wake_s"]
+    assert Links.from_dict(values) == _links()
+    values["groups"]["dp_shard"]["wake_s"] = -1.0
+    with pytest.raises(ConfigError, match=r"groups.dp_shard: wake_s must be .* at least 0"):
+        Links.from_dict(values)
+
+
 def test_seconds_between_and_beyond_points():
     speed = _links().group("dp_shard").collectives["all_gather"]
     assert speed.latency_s == 0.001

@@ -29,7 +29,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 15
 # Calls of a round: enough that the clock and the meeting before it don't count.
 SAMPLE_S, MAX_CALLS = 0.002, 10
 # Messages that say what waking costs, of this size, each after so much computation.
-WAKE_ROUNDS, WAKE_NBYTES, WAKE_COMPUTE_S = 20, 2**13, 0.008
+WAKE_ROUNDS, WAKE_NBYTES, WAKE_COMPUTE_S = 20, 2**10, 0.008
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,9 @@ def probe(
     limited = [_compat.default_group(), *groups.values()]
     try:
         with interruptible(clock), _compat.group_timeout(limited, timeout_s):
-            speeds, codec_speeds, compute = _measure(clock, groups, collectives, codecs, work)
-            wakes = measure_wakes(groups, clock)
+            speeds, wakes, codec_speeds, compute = _measure(
+                clock, groups, collectives, codecs, work
+            )
     finally:
         clock.close()
     return Links(
@@ -117,7 +118,7 @@ def _measure(
     collectives: Sequence[str],
     codecs: Sequence[Codec],
     work: Work | None,
-) -> tuple[dict[str, dict[str, Speed]], dict[str, CodecSpeed], Any]:
+) -> tuple[dict[str, dict[str, Speed]], dict[str, float], dict[str, CodecSpeed], Any]:
     codecs_share = _CODECS_SHARE if codecs else 0.0
     step_share = _STEP_SHARE if work is not None else 0.0
     # The step first: what it leaves in memory and caches is what messages meet in training.
@@ -134,12 +135,13 @@ def _measure(
         codec_speeds[SELECT] = measure_select(clock, share_s)
         clock.show(SPARSE)
         codec_speeds[SPARSE] = measure_sparse(clock, share_s)
+    wakes = measure_wakes(groups, clock)
     # Codecs may have had to be compiled: the links keep their share whatever that took.
     until_s = max(
         clock.seconds, clock.elapsed_s + (1 - _CODECS_SHARE - _STEP_SHARE) * clock.seconds
     )
     speeds = measure_groups(groups, clock, collectives=collectives, until_s=until_s)
-    return speeds, codec_speeds, compute
+    return speeds, wakes, codec_speeds, compute
 
 
 def _axes(
