@@ -42,7 +42,7 @@ def measure(payload: dict[str, Any]) -> list[dict[str, float]]:
     for _ in range(WARMUP + STEPS):
         record = trainer.train_step()
         names = ("step_s", "mask_window_s", "mask_wait_s", "mask_message_bytes")
-        steps.append({name: float(record.get(name, 0.0)) for name in names})
+        steps.append({name: float(record[name]) for name in names})
     return steps[WARMUP:]
 
 

@@ -292,7 +292,7 @@ class Case:
         made = self.made(size, twin)
         links = mesh_links(self.free_group, self.codecs, made.mesh)
         whole = self.free_steps[f"{size} {twin}"]["step_s"]
-        return max(whole - predicted_s(made, links, 1e-9).waiting_s, 0.2 * whole)
+        return max(whole - predicted_s(made, links, whole).waiting_s, 0.2 * whole)
 
     def predict(self, size: str, name: str):
         made = self.made(size, name)

@@ -113,6 +113,8 @@ class Results:
         ) as pool:
             jobs = {pool.submit(one_run, *one): key for key, one in missing.items()}
             for job in as_completed(jobs):
+                if job.exception() is not None:
+                    pool.shutdown(cancel_futures=True)
                 found = self.runs[jobs[job]] = job.result()
                 self.save()
                 print(f"{jobs[job]}: {found['val_loss']:.4f}, {found['wall_s']:.0f} s", flush=True)
@@ -162,7 +164,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--tune-steps", type=int, default=2_000)
     parser.add_argument("--lengths", type=int, nargs="*", default=[])
-    parser.add_argument("--length-arms", nargs="*", default=["dense-adams", "scape-90", "scape-99"])
+    parser.add_argument("--length-arms", nargs="*", default=[], help="of --arms, for --lengths")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8, help="sequences per worker and step")

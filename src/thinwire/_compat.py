@@ -143,6 +143,15 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def is_traced() -> bool:
+    """Return whether operations are recorded or transformed: compile, make_fx, modes, functorch."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def wrapper_tensor(
     cls: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Any:

@@ -20,7 +20,8 @@ BASE = {
 AUTO = BASE | {"compress": "auto", "recipe": "auto"}
 REPLICAS = {"mesh": {"dp_replicate": 2, "dp_shard": 1}}
 TENSOR = {"mesh": {"dp_shard": 1, "tp": 2}}
-SLOW, FAST = 1e5, 1e11
+# On the middle one dense steps seem to take a fifth of a second: there is time to try arms.
+SLOW, MIDDLE, FAST = 1e5, 5e6, 1e11
 
 
 def systems(name):
@@ -35,6 +36,7 @@ CASES = {
     "dense itself": (None, BASE),
     "static itself": (None, BASE | {"systems": systems("static-8bit")}),
     "static": (SLOW, AUTO | only("static-8bit")),
+    "tried": (MIDDLE, AUTO | only("static-8bit")),
     "fast": (FAST, AUTO),
     "sharded": (SLOW, AUTO),
     # The first 21 steps of SCAPE are dense: a run of a few steps gains nothing.
@@ -85,6 +87,16 @@ def test_a_fast_link_stays_dense_and_trains_as_dense(found):
     assert run["losses"] == found["dense itself"][0]["losses"]
 
 
+def test_an_arm_that_was_tried_trains_as_the_recipe_itself(found):
+    run = found["tried"][0]
+    (seconds,) = run["auto"]["tried"].values()
+    assert 0 < seconds < 0.2
+    assert run["auto"]["chosen"] == "static-8bit"
+    assert "tried, " in run["auto"]["words"]
+    assert run["losses"] == found["static itself"][0]["losses"]
+    assert found["static"][0]["auto"]["tried"] == {}  # three dense steps would take too long
+
+
 @pytest.mark.parametrize(
     ("case", "arms"),
     [
@@ -101,7 +113,9 @@ def test_the_arms_of_each_link(found, case, arms):
     assert auto["expected_step_s"] == min(arm["step_s"] for arm in auto["arms"])
 
 
-@pytest.mark.parametrize("case", ["static", "fast", "sharded", "replicas", "tensor", "probed"])
+@pytest.mark.parametrize(
+    "case", ["static", "tried", "fast", "sharded", "replicas", "tensor", "probed"]
+)
 def test_ranks_choose_alike(found, case):
     first, second = found[case]
     assert first["auto"]["chosen"] == second["auto"]["chosen"]

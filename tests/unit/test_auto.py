@@ -9,8 +9,9 @@ import pytest
 from tests.unit.choose_cases import ARM, DENSE, HALF, links_of
 from thinwire.errors import ConfigError
 from thinwire.plan import Compute, choose
+from thinwire.plan.choose import first_s
 from thinwire.testing.ranks import run_ranks
-from thinwire.train.auto import arms_of
+from thinwire.train.auto import arms_of, without_warmup
 from thinwire.train.config import Auto, Config, Outer, Replicas, Storage, Systems
 from thinwire.train.parse import load, to_dict
 from thinwire.train.recipes import recipe
@@ -106,11 +107,7 @@ def test_real_steps_say_what_computation_costs(monkeypatch):
     def work(rank):
         def build():
             built.append(rank)
-
-            def step():
-                clock.now_s += 0.04 if rank else 0.02  # the slowest rank counts
-
-            return step
+            return Trainer(clock, 0.04 if rank else 0.02)  # the slowest rank counts
 
         return calibrated_s(links, DENSE, build, 1.0)
 
@@ -129,6 +126,21 @@ def test_on_slow_links_no_real_step_is_taken():
     assert run_ranks(2, work) == [None, None]
 
 
+class Trainer:
+    """Steps that take a stated time."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+        self.steps, self.closed = 0, False
+
+    def train_step(self):
+        self.steps += 1
+        self.clock.now_s += self.seconds
+
+    def close(self):
+        self.closed = True
+
+
 def choice_of(rate=1e6):
     """Return a choice among dense (most of it messages), block4 and half."""
     links = replace(links_of(rate), compute=Compute(recipe="job", step_s=0.01))
@@ -136,17 +148,12 @@ def choice_of(rate=1e6):
 
 
 def clocked(monkeypatch, seconds):
-    """Return `build` for `try_arms`: arms take these seconds a step."""
-    clock, built = Clock(), []
+    """Return `build` for `try_arms`, arms taking these seconds a step, and what it built."""
+    clock, built = Clock(), {}
     monkeypatch.setattr("thinwire.train.trial.time", clock)
 
     def build(name):
-        built.append(name)
-
-        def step():
-            clock.now_s += seconds[name]
-
-        return step
+        return built.setdefault(name, Trainer(clock, seconds[name]))
 
     return build, built
 
@@ -164,14 +171,16 @@ def test_arms_are_tried_until_one_keeps_its_promise(monkeypatch, block4, half, c
     build, built = clocked(monkeypatch, {"block4": block4, "half": half})
     found = run_ranks(1, lambda _: try_arms(choice, build, 1e3))[0]
     assert found.name == chosen
-    assert built == (["block4"] if chosen == "block4" else ["block4", "half"])
-    assert set(found.tried) == set(built)
-    # What the first phase of half took counts for its other phase too.
-    both = half * choice.arms[1].prediction.step_s / choice.first_s(choice.arms[1].prediction)
+    assert list(built) == (["block4"] if chosen == "block4" else ["block4", "half"])
+    assert found.tried == {name: trainer.seconds for name, trainer in built.items()}
+    assert all(trainer.closed for trainer in built.values())
+    # What the first phase of half took beyond its prediction counts for its other phase too.
+    prediction = choice.arms[1].prediction
+    both = half + prediction.step_s - first_s(prediction)
     took = {"block4": block4, "half": both, "dense": choice.dense.step_s}
     assert found.step_s == pytest.approx(took[chosen])
     assert found.speedup == pytest.approx(choice.dense.step_s / took[chosen])
-    said = f"no arm that was tried is faster: block4 40 s, half {both:.4g} s"
+    said = "no arm that was tried is faster: block4 40 s, half 60 s"
     assert (said in found.words()) == (chosen == "dense")
 
 
@@ -179,4 +188,18 @@ def test_without_time_to_try_the_prediction_stands(monkeypatch):
     choice = choice_of()
     build, built = clocked(monkeypatch, {})
     assert run_ranks(1, lambda _: try_arms(choice, build, 1e-3))[0] == choice
-    assert built == []
+    assert not built
+
+
+def test_a_trial_ends_with_its_time_however_slow_the_steps(monkeypatch):
+    """Ten steps of 18 s are foreseen; the first two take 400 s."""
+    build, built = clocked(monkeypatch, {"block4": 400.0, "half": 400.0})
+    found = run_ranks(1, lambda _: try_arms(choice_of(), build, 200.0))[0]
+    assert found.name == "dense"
+    assert {name: trainer.steps for name, trainer in built.items()} == {"block4": 2}
+
+
+def test_arms_are_tried_without_their_dense_steps_and_ramp():
+    replicas = Replicas(optimizer="scape", dense_steps=7, ramp_steps=5)
+    config = without_warmup(Config(systems=Systems(replicas=replicas)))
+    assert config.systems.replicas == Replicas(optimizer="scape", dense_steps=0, ramp_steps=0)

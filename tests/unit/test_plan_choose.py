@@ -16,6 +16,7 @@ from thinwire.plan import (
     predict,
     workload_of,
 )
+from thinwire.plan.choose import corrected_s, first_s
 from thinwire.testing.ranks import run_ranks
 
 # 4 bits and 4 bytes of scale and minimum per 128 values, against 32 bits.
@@ -119,6 +120,16 @@ def test_expected_seconds_follow_the_phases():
     assert [choice.expected_s(i, 4) for i in range(4)] == [5.0, 1.0, 1.0, 1.0]
     choice = _choice({"step": (0.9, 1.0), "sync": (0.1, 11.0)}, step_s=2.0)
     assert [choice.expected_s(i, 4) for i in range(4)] == [2.0] * 4
+
+
+def test_a_trial_corrects_all_steps_but_dense_ones():
+    choice = _choice({"step": (0.75, 1.0), "dense step": (0.25, 5.0)}, step_s=2.0)
+    assert first_s(choice.chosen) == 1.0
+    assert corrected_s(choice.chosen, 1.4) == pytest.approx(2.0 + 0.75 * 0.4)
+    tried = replace(choice, tried={choice.name: 1.4})
+    assert tried.step_s == pytest.approx(2.3)
+    assert [tried.expected_s(i, 4) for i in range(4)] == pytest.approx([5.0, 1.4, 1.4, 1.4])
+    assert tried.to_dict()["tried"] == {choice.name: 1.4}
 
 
 def test_rounds_are_phases_that_recur():

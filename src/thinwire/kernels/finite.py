@@ -12,7 +12,7 @@ def all_finite(x: Tensor) -> Tensor:
     On a CPU the sum is looked at first, at a tenth of the cost: it is finite only if all terms are.
     A sum that overflows (or meets infinities of both signs) needs the closer look.
     """
-    if x.is_cpu and x.is_floating_point():
+    if x.is_cpu and x.is_floating_point() and x.itemsize > 1:  # FP8 has no sum
         found = torch.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))
         if found:
             return found

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire import _compat
+
 __all__ = ["cpu_op"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -27,7 +29,7 @@ class CpuOp:
 
     def __call__(self, x: Tensor, *args: Any) -> None:
         """Run the kernel of x's device."""
-        direct = type(x) in _PLAIN and x.is_cpu and not torch.compiler.is_compiling()
+        direct = type(x) in _PLAIN and x.is_cpu and not _compat.is_traced()
         (self._function if direct else self._op)(x, *args)
 
     def register_kernel(self, device: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -17,10 +17,12 @@ from thinwire.plan.measured import MeasuredCosts
 from thinwire.plan.predict import PAYS, Arm, Prediction, compare, predict
 from thinwire.plan.workload import Workload
 
-__all__ = ["OFF", "Choice", "Measured", "choose"]
+__all__ = ["OFF", "Choice", "Measured", "choose", "corrected_s", "first_s"]
 
 # Relative difference from which a prediction counts as off.
 OFF = 0.2
+# Words in the names of phases (`build.workload_of`).
+_DENSE, _SYNC = "dense step", "sync"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class Choice:
         dense: the dense run's.
         arms: the compressed runs beside it, the fastest first.
         margin: speed-up that an arm had to exceed, less 1.
-        tried: arms that took real steps -> measured over predicted seconds.
+        tried: arms that took real steps -> measured seconds of one, see `revised`.
     """
 
     chosen: Prediction
@@ -49,34 +51,33 @@ class Choice:
     @property
     def step_s(self) -> float:
         """Return the chosen run's seconds a step, as trials corrected them."""
-        return self.chosen.step_s * self.tried.get(self.name, 1.0)
+        if self.name not in self.tried:
+            return self.chosen.step_s
+        return corrected_s(self.chosen, self.tried[self.name])
 
     @property
     def speedup(self) -> float:
         """Return the dense step's seconds over the chosen one's."""
         return self.dense.step_s / self.step_s
 
-    def first_s(self, prediction: Prediction) -> float:
-        """Return the seconds of an arm's first step, dense ones and the ends of rounds left out."""
-        for name, (_, seconds) in prediction.phases.items():
-            if "dense step" not in name and "sync" not in name:
-                return seconds
-        return prediction.step_s
-
     def revised(self, tried: Mapping[str, float]) -> "Choice":
-        """Return the choice among the dense run and the arms, by the trials where there are any.
-
-        An arm that was not tried is chosen if none was: its prediction is all there is.
+        """Return the choice between the dense run and the arms that took real steps, if any did.
 
         Args:
-            tried: arm -> measured over predicted seconds.
+            tried: arm -> measured seconds of a step that is neither dense nor the end of a round.
         """
         if not tried:
             return self
-        arms = {arm.prediction.name: arm.prediction for arm in self.arms}
-        best = min(tried, key=lambda name: tried[name] * arms[name].step_s)
-        faster = self.dense.step_s > (1 + self.margin) * tried[best] * arms[best].step_s
-        return replace(self, chosen=arms[best] if faster else self.dense, tried=dict(tried))
+        steps = {
+            arm.prediction.name: corrected_s(arm.prediction, tried[arm.prediction.name])
+            for arm in self.arms
+            if arm.prediction.name in tried
+        }
+        best = min(steps, key=steps.__getitem__)
+        chosen = self.dense
+        if self.dense.step_s > (1 + self.margin) * steps[best]:
+            chosen = next(a.prediction for a in self.arms if a.prediction.name == best)
+        return replace(self, chosen=chosen, tried=dict(tried))
 
     def words(self) -> str:
         """Return what was chosen and the expected gain, in one line."""
@@ -90,8 +91,7 @@ class Choice:
             )
         head = f"chose {self.name}: expected {dense_s:.4g} s a step"
         if self.tried:
-            steps = {arm.prediction.name: arm.prediction.step_s for arm in self.arms}
-            took = ", ".join(f"{name} {r * steps[name]:.4g} s" for name, r in self.tried.items())
+            took = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in self.tried.items())
             return f"{head}; no arm that was tried is faster: {took}"
         if not self.arms:
             return f"{head}; no arm fits"
@@ -116,22 +116,40 @@ class Choice:
         Phases follow each other over the run, dense steps first; those that recur (the ends of
         rounds) count with their share in every step.
         """
-        phases, ratio = self.chosen.phases, self.tried.get(self.name, 1.0)
+        phases = self.chosen.phases
         if not phases or self.recurs:
             return self.step_s
         # Sorting is stable: other phases keep the order in which they come.
-        ordered = sorted(phases.items(), key=lambda item: "dense step" not in item[0])
+        ordered = sorted(phases.items(), key=lambda item: _DENSE not in item[0])
+        beyond_s = self.tried.get(self.name, first_s(self.chosen)) - first_s(self.chosen)
         end = 0.0
-        for _, (share, seconds) in ordered:
+        for name, (share, seconds) in ordered:
             end += share
-            if (step + 0.5) / steps < end:
-                return ratio * seconds
-        return ratio * ordered[-1][1][1]
+            if (step + 0.5) / steps < end or name == ordered[-1][0]:
+                return seconds if _DENSE in name else seconds + beyond_s
+        raise AssertionError("phases are not empty")
 
     @property
     def recurs(self) -> bool:
         """Return whether some steps end a round."""
-        return any("sync" in name for name in self.chosen.phases)
+        return any(_SYNC in name for name in self.chosen.phases)
+
+
+def first_s(prediction: Prediction) -> float:
+    """Return the seconds of an arm's first step, dense ones and the ends of rounds left out."""
+    for name, (_, seconds) in prediction.phases.items():
+        if _DENSE not in name and _SYNC not in name:
+            return seconds
+    return prediction.step_s
+
+
+def corrected_s(prediction: Prediction, measured_s: float) -> float:
+    """Return the mean seconds of a step where the first that isn't dense took `measured_s`.
+
+    What it took beyond its prediction is counted for all steps but dense ones.
+    """
+    dense = sum(share for name, (share, _) in prediction.phases.items() if _DENSE in name)
+    return prediction.step_s + (1 - dense) * (measured_s - first_s(prediction))
 
 
 def choose(

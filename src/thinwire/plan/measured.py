@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from thinwire.errors import ConfigError
-from thinwire.plan.links import Links
-from thinwire.plan.probe_mesh import SELECT, SPARSE
-from thinwire.plan.workload import Coding, Compute, Message, Workload
+from thinwire.plan.links import Group, Links
+from thinwire.plan.workload import SELECT, SPARSE, Coding, Compute, Message, Workload
 
 __all__ = ["MeasuredCosts"]
 
@@ -79,9 +78,7 @@ class MeasuredCosts:
             if not found:
                 raise ConfigError("the links hold no all_reduce, which every step makes")
             return max(found)
-        if message.collective == "reduce_scatter" and "reduce_scatter" not in group.collectives:
-            return group.seconds("all_to_all", message.nbytes)
-        return group.seconds(message.collective, message.nbytes)
+        return group.seconds(_probed(group, message.collective), message.nbytes)
 
     def wake_s(self, message: Message) -> float:
         """Return the probed seconds to wake what moves the bytes; see `Costs`."""
@@ -93,7 +90,8 @@ class MeasuredCosts:
         for work in (op.work for phase in workload.phases for op in phase.ops):
             if isinstance(work, Message):
                 wire = self.wire(work.axis)
-                speed = self.links.group(wire).collectives.get(work.collective)
+                group = self.links.group(wire)
+                speed = group.collectives.get(_probed(group, work.collective))
                 if speed is not None and work.nbytes > speed.points[-1].nbytes:
                     sizes = work.nbytes, speed.points[-1].nbytes
                     key = wire, work.collective
@@ -161,3 +159,9 @@ class MeasuredCosts:
         if not (compute.params and compute.tokens):
             return 1.0
         return workload.rank_params * workload.rank_tokens / (compute.params * compute.tokens)
+
+
+def _probed(group: Group, collective: str) -> str:
+    """Return whose speed stands for a collective: all-to-all's for an unprobed reduce-scatter."""
+    unprobed = collective == "reduce_scatter" and collective not in group.collectives
+    return "all_to_all" if unprobed else collective

@@ -28,8 +28,9 @@ SIZES = tuple(2**10 * 4**i for i in range(9))  # 1 KiB to 64 MiB
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
 # Calls of a round: enough that the clock and the meeting before it don't count.
 SAMPLE_S, MAX_CALLS = 0.002, 10
-# Messages that say what waking costs, of this size, each after so much computation.
-WAKE_ROUNDS, WAKE_NBYTES, WAKE_COMPUTE_S = 20, 2**10, 0.008
+# Messages that say what waking costs: at most so many of this size, each after so much computation,
+# within this share of the time.
+WAKE_TURNS, WAKE_NBYTES, WAKE_COMPUTE_S, WAKE_SHARE = 30, 2**10, 0.008, 0.1
 
 
 @dataclass(frozen=True)
@@ -153,46 +154,47 @@ def measure_groups(
 def measure_wakes(groups: Mapping[str, dist.ProcessGroup], clock: Clock) -> dict[str, float]:
     """Return each axis's seconds by which a small message takes longer after computation.
 
-    Means, as the seconds lie far apart (a thread gets a core at once or at the next tick), of the
-    rank that comes last and so waits for nobody. Devices compute beside the host: 0.
+    Ranks compute for a fixed time and send, again and again: what a turn takes beyond that time,
+    less what a turn takes without computation. Means, as a thread gets a core at once or at the
+    next tick. 0 where the difference is within its error, and on devices, which compute beside the
+    host.
 
     Raises:
         PeerError, ProbeInterrupted: see `Clock`.
     """
     if clock.device.type != "cpu":
         return dict.fromkeys(groups, 0.0)
-    rounds = WAKE_ROUNDS if clock.seconds >= 5 else 5
     found = {}
     for axis, group in groups.items():
         clock.show(f"{axis} after computation")
         message = MESSAGES["all_gather"](group, WAKE_NBYTES, clock.device)
         with clock.peers(f"all_gather over {axis}"):
             message.call()
-            means = [
-                _mean_last_s(message, group, clock, rounds, compute_s)
-                for compute_s in (0.0, WAKE_COMPUTE_S)
-            ]
-        clock.sent_nbytes += message.sent_nbytes * (1 + 2 * rounds)
-        found[axis] = max(0.0, means[1] - means[0])
+            (once_s,) = clock.agree([clock.time_s(message.call)])
+            affordable = WAKE_SHARE * clock.seconds / len(groups) / (2 * once_s + WAKE_COMPUTE_S)
+            turns = max(MIN_ROUNDS, min(WAKE_TURNS, int(affordable)))
+            at_once, woken = (_turns_s(message, turns, c) for c in (0.0, WAKE_COMPUTE_S))
+        clock.sent_nbytes += message.sent_nbytes * (4 + 2 * turns)
+        beyond_s = statistics.fmean(woken) - statistics.fmean(at_once)
+        error_s = sum(statistics.variance(samples) / turns for samples in (at_once, woken)) ** 0.5
+        beyond_s, error_s = clock.agree([beyond_s, error_s])
+        found[axis] = beyond_s if beyond_s > 2 * error_s else 0.0
     return found
 
 
-def _mean_last_s(
-    message: Message, group: dist.ProcessGroup, clock: Clock, rounds: int, compute_s: float
-) -> float:
-    """Return the mean seconds that a group's last rank needs, of the slowest group."""
-    x = torch.randn(128, 128)
-    samples: list[float] = []
-    for _ in range(rounds):
-        if not samples or not compute_s:
-            clock.meet()
-        end = time.perf_counter() + compute_s
+def _turns_s(message: Message, turns: int, compute_s: float) -> list[float]:
+    """Return the seconds of turns beyond their computation, a first one left out."""
+    x = torch.ones(128, 128)
+    samples, before = [], time.perf_counter()
+    for _ in range(turns + 1):
+        end = before + compute_s
         while time.perf_counter() < end:
             torch.mm(x, x)
-        samples.append(clock.time_s(message.call))
-    last = torch.tensor(samples, dtype=torch.float64)
-    dist.all_reduce(last, op=dist.ReduceOp.MIN, group=group)
-    return statistics.fmean(clock.agree(last.tolist()))
+        message.call()
+        now = time.perf_counter()
+        samples.append(now - before - compute_s)
+        before = now
+    return samples[1:]
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,10 @@ from thinwire.plan.probe_device import (
     measure_step,
 )
 from thinwire.plan.probe_links import measure_groups, measure_wakes
+from thinwire.plan.workload import SELECT, SPARSE
 
 __all__ = ["probe"]
 
-# The speed of picking a state's largest values stands beside the codecs'.
-# Names of arms' own passes among the codecs of links.json, as `Compute.what` has them.
-SELECT, SPARSE = "select", "sparse"
 _CODECS_SHARE = _STEP_SHARE = 0.2
 # A bound of the whole probe that even one hung message keeps.
 TIMEOUT_S = 120.0
@@ -52,7 +50,7 @@ def probe(
 
     Args:
         mesh: process groups by axis, names required; None takes all ranks as one axis "world".
-        codecs: whose speed to take; with any, also that of picking the largest values.
+        codecs: whose speed to take; with any, also those of arms' own passes (`SELECT`, `SPARSE`).
         work: a step whose computation to time.
         seconds: time to stay within, beside compiling codecs and three rounds of everything.
         max_nbytes: bytes a rank may send, beside three rounds of the smallest messages.

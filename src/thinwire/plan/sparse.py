@@ -7,7 +7,7 @@ import torch
 from thinwire.comm.ledger import all_reduce_sent
 from thinwire.plan import messages
 from thinwire.plan.job import Job
-from thinwire.plan.workload import Coding, Compute, Message
+from thinwire.plan.workload import SPARSE, Coding, Compute, Message
 from thinwire.scape.messages import message_nbytes
 from thinwire.scape.reduce import ValueWire, owners_sent
 from thinwire.scape.table import Piece, Table, build_table
@@ -69,7 +69,7 @@ def sparse_works(job: Job, stage: int, *, sends_all: bool) -> SparseWorks:
         weights = messages.owners(sent, link="weights", axis=AXIS, num_ranks=num)
     passes = 0.0 if sends_all else SWEEP_BYTES * table.numel
     numel = 0 if sends_all else table.numel
-    select = Compute("sparse", nbytes=passes, numel=numel, calls=len(table.pieces))
+    select = Compute(SPARSE, nbytes=passes, numel=numel, calls=len(table.pieces))
     return SparseWorks(select, values, masks, weights)
 
 

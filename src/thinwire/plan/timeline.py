@@ -8,12 +8,14 @@ Rules:
    steps that carry something over are played three times and the last one counts.
 4. A wire may save up while it is idle (a token bucket: `Costs.burst_s`, in seconds of its own
    speed) and then lets that much pass at once.
-5. A message that is sent after more than a millisecond of computation takes `Costs.wake_s` longer.
+5. A message before which no other was under way for more than a millisecond takes
+   `Costs.wake_s` longer.
 6. While a compute stream waits, the part of the gap in which the awaited message's wire was busy is
    exposed communication, of the links whose messages were on it; the rest is waiting for another
    stage ("bubble").
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,7 +62,7 @@ class Timeline:
 @dataclass(slots=True)
 class _Stream:
     free: float = 0.0
-    used: float = -ASLEEP_S  # of a compute stream: when its last message will have ended
+    used: float = -math.inf  # of a compute stream: when its last message will have ended
     saved: float = 0.0  # seconds of its speed that an idle wire has saved up
     flights: list[tuple[float, float, str]] = field(default_factory=list)  # (start, end, link)
 
@@ -130,7 +132,7 @@ def _place(
     if isinstance(work, Message):
         host = streams["compute", op.stage]
         seconds += costs.wake_s(work) if start - host.used > ASLEEP_S else 0.0
-        host.used = start + seconds
+        host.used = max(host.used, start + seconds)
     end = start + seconds
     stream.free = end
     if isinstance(work, Message):

@@ -15,7 +15,13 @@ from thinwire.codecs import Codec
 from thinwire.comm.ledger import all_gather_sent, all_reduce_sent, reduce_scatter_sent
 from thinwire.errors import ConfigError
 
-__all__ = ["Coding", "Compute", "Costs", "Message", "Op", "Phase", "Workload", "sent_bytes"]
+__all__ = [
+    "SELECT", "SPARSE", "Coding", "Compute", "Costs", "Message", "Op", "Phase", "Workload",
+    "sent_bytes",
+]  # fmt: skip
+
+# Arms' own passes over their state: names in `Compute.what`, and beside the codecs in links.json.
+SELECT, SPARSE = "select", "sparse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +29,8 @@ class Compute:
     """Arithmetic of the model or the optimizer.
 
     Attributes:
-        what: "forward", "backward", "optimizer", or an arm's own passes over its state: "select"
-            (the largest values picked and added back), "sparse" (SCAPE's step beyond AdamS's).
+        what: "forward", "backward", "optimizer", or an arm's own passes over its state: `SELECT`
+            (the largest values picked and added back), `SPARSE` (SCAPE's step beyond AdamS's).
         flops: floating-point operations of matrix products.
         nbytes: memory traffic of element-wise passes, in bytes.
         numel: values that such a pass goes over.

@@ -31,7 +31,7 @@ from thinwire.train.config import Config, Replicas, Systems
 from thinwire.train.mesh import Layout
 from thinwire.train.probing import probe_recipe, recipe_work
 from thinwire.train.recipes import recipe
-from thinwire.train.trial import calibrated_s, try_arms
+from thinwire.train.trial import Steps, calibrated_s, try_arms
 from thinwire.train.workload import workload
 
 __all__ = ["AutoRun", "arms_of", "choose_systems", "settled"]
@@ -51,7 +51,7 @@ class AutoRun:
         measured: the run's steps beside it.
         links: what the probe found, as links.json holds it.
         left_out: arms that could not be weighed, with the reason.
-        probe_s: seconds of probe and choice.
+        probe_s: seconds of probe, trials and choice.
     """
 
     choice: plan.Choice
@@ -78,7 +78,7 @@ class AutoRun:
 
 
 def choose_systems(
-    config: Config, layout: Layout, train_step: Callable[[Config], Callable[[], Any]]
+    config: Config, layout: Layout, build: Callable[[Config], Steps]
 ) -> tuple[Config, AutoRun | None]:
     """Return the configuration with the chosen systems, and the choice; collective.
 
@@ -87,7 +87,7 @@ def choose_systems(
     Args:
         config: with compress "auto".
         layout: where this rank stands.
-        train_step: from a configuration to a function that takes a real step.
+        build: from a configuration to a trainer whose weights are thrown away.
 
     Raises:
         ConfigError: an arm of `auto.arms` that doesn't fit, or a run that the cost model doesn't
@@ -111,7 +111,7 @@ def choose_systems(
         max_nbytes=MAX_NBYTES,
     )
     seconds = config.auto.seconds
-    step_s = calibrated_s(links, base, lambda: train_step(dense), DENSE_SHARE * seconds)
+    step_s = calibrated_s(links, base, lambda: build(dense), DENSE_SHARE * seconds)
     choice = plan.choose(
         links,
         base,
@@ -121,7 +121,7 @@ def choose_systems(
     )
     left_s = (1 - PROBE_SHARE - DENSE_SHARE) * seconds
     if step_s is not None:
-        choice = try_arms(choice, lambda name: train_step(without_warmup(arms[name])), left_s)
+        choice = try_arms(choice, lambda name: build(without_warmup(arms[name])), left_s)
     chosen = dense if choice.name == base.name else arms[choice.name]
     run = AutoRun(
         choice=choice,
@@ -131,13 +131,13 @@ def choose_systems(
         probe_s=time.perf_counter() - started,
     )
     if dist.get_rank() == 0:
-        say(f"probed for {run.probe_s:.1f} s; {choice.words()}")
+        say(f"probed and tried for {run.probe_s:.1f} s; {choice.words()}")
     return settled(config, chosen.systems), run
 
 
 def without_warmup(config: Config) -> Config:
-    """Return an arm whose first steps are as those of most of the run: no dense ones."""
-    replicas = replace(config.systems.replicas, dense_steps=0)
+    """Return an arm whose first steps are as those of most of the run: no dense ones, no ramp."""
+    replicas = replace(config.systems.replicas, dense_steps=0, ramp_steps=0)
     return replace(config, systems=replace(config.systems, replicas=replicas))
 
 

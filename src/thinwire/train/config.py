@@ -470,7 +470,7 @@ class Auto:
     """How compress "auto" chooses."""
 
     seconds: float = 10.0
-    """Time of the probe at the start."""
+    """Time of the probe and the trials at the start."""
     arms: str = ""
     """Recipes to choose among, beside dense: "aquavit,zeropp"; with several links "taco+aquavit".
     Empty: those that fit the mesh and leave the model as it is."""

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from thinwire import comm, eco, taco
 from thinwire.comm import Ledger
 from thinwire.scape import Scape
+from thinwire.scape.engine import SparseOptimizer
 from thinwire.train.agreement import load_alike
 from thinwire.train.auto import AutoRun, choose_systems
 from thinwire.train.boundaries import Boundaries
@@ -144,7 +145,7 @@ class Trainer:
         auto = None
         if config.compress == "auto":
             config, auto = choose_systems(
-                config, layout, lambda dense: cls._assemble(dense, layout, None, corpus).train_step
+                config, layout, lambda tried: cls._assemble(tried, layout, None, corpus)
             )
         return cls._assemble(config, layout, auto, corpus)
 
@@ -206,6 +207,11 @@ class Trainer:
         self.ledger.load_totals(saved[dist.get_rank() % len(saved)])
         self.watchdog.streak, streak_loss = meta["streak"]
         self.watchdog.streak_loss = math.nan if streak_loss is None else streak_loss
+
+    def close(self) -> None:
+        """Wait for what an optimizer left on its way, and end its threads; the weights stay."""
+        if isinstance(self.optimizer, SparseOptimizer):
+            self.optimizer.close()
 
     def run(self, progress: bool) -> dict[str, Any]:
         """Run to the last step (or `stop_after`), write the files, return run.json's content."""

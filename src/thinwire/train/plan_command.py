@@ -28,7 +28,7 @@ SPEEDS = (1e-3, 1e5)
 DESCRIPTION = """\
 Predict the step time of the dense run and of the arms that fit a mesh, say which pay and why
 others don't, and recommend one configuration. RECIPE gives model, batch and mesh; what it
-compresses is set aside. Settings as for `thinwire train`: --model.dim 1024."""
+compresses is one arm. Settings as for `thinwire train`: --model.dim 1024."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -148,6 +148,8 @@ class _Planner:
         """Return what to use among the named arms, or all that fit."""
         fitting = candidates(self.config, self.sizes)
         for name in names:
+            if name == AS_GIVEN and name not in fitting:
+                raise ConfigError("arm as given: what was given is dense here, or a recipe's arm")
             if name not in LINK_OF and name not in fitting:
                 raise near("arm", name, list(LINK_OF))
             if name not in fitting:
@@ -165,6 +167,8 @@ class _Planner:
                 if name != AS_GIVEN or names:
                     raise ConfigError(f"arm {name}: {error}") from None
                 notes.append(f"the configuration as given is not predicted: {error}")
+        if notes and not arms:
+            raise ConfigError(notes[0])
         limit = 1e9 * self.cluster.device.memory_gbyte if self.cluster is not None else 0.0
         advice = advise(dense, arms, self._together, limit)
         notes += self._beyond()
