@@ -192,6 +192,14 @@ def mask_waits_table(result: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+def optimizer_table(result: dict[str, Any]) -> str:
+    rows = [
+        [r["arm"], f"{1e3 * r['step_s']:.1f}", f"{r['ratio']:.2f}×"]
+        for r in result["optimizer_steps"]
+    ]
+    return table(["optimizer", "step, ms", "to torch's"], rows)
+
+
 def kind_table(result: dict[str, Any]) -> str:
     if "runs" in result:
         kind = next(iter(result["runs"].values()))
@@ -201,6 +209,8 @@ def kind_table(result: dict[str, Any]) -> str:
         )
     if "claims" in result:
         return claims_table(result)
+    if "optimizer_steps" in result:
+        return optimizer_table(result)
     if "mask_waits" in result:
         return mask_waits_table(result)
     if "probed" in result:
