@@ -6,14 +6,17 @@ from torch import Tensor
 __all__ = ["all_finite"]
 
 
-def all_finite(x: Tensor) -> Tensor:
-    """Return whether no value of x is NaN or infinite, as a bool tensor without dimensions.
+def all_finite(*tensors: Tensor) -> Tensor:
+    """Return whether no value of any tensor is NaN or infinite, as a bool without dimensions.
 
-    On a CPU the sum is looked at first, at a tenth of the cost: it is finite only if all terms are.
-    A sum that overflows (or meets infinities of both signs) needs the closer look.
+    On a CPU sums are looked at first, at a tenth of the cost: one is finite only if all its terms
+    are. A sum that overflows (or meets infinities of both signs) needs the closer look.
     """
-    if x.is_cpu and x.is_floating_point() and x.itemsize > 1:  # FP8 has no sum
-        found = torch.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))
+    if all(x.is_cpu and x.is_floating_point() and x.itemsize > 1 for x in tensors):  # FP8 has none
+        dtype = torch.float32
+        for x in tensors:
+            dtype = torch.promote_types(dtype, x.dtype)
+        found = torch.isfinite(torch.stack([x.sum(dtype=dtype) for x in tensors])).all()
         if found:
             return found
-    return torch.isfinite(x).all()
+    return torch.stack([torch.isfinite(x).all() for x in tensors]).all()

@@ -329,8 +329,7 @@ def flat_index(run: Run, masks: dict[Piece, Tensor]) -> Tensor:
 
 def _any_bad(grads: Sequence[Tensor]) -> Tensor:
     """Return 1.0 if any element is NaN or infinite, else 0.0, as float32 [1]."""
-    finite = torch.stack([all_finite(g) for g in grads])
-    return (~finite.all()).to(torch.float32).view(1)
+    return (~all_finite(*grads)).to(torch.float32).view(1)
 
 
 def _scaled(g: Tensor, scale: Tensor | None) -> Tensor:
