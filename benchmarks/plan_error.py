@@ -67,6 +67,7 @@ ARMS = {
     "static-6bit": "dense-fsdp",
     "static-4bit": "dense-fsdp",
     "zeropp": "dense-fsdp",
+    "eco-fp8-sr": "dense-fsdp",
     f"scape-99:{SPARSE}": "dense-adams",
     "taco": "dense-tp",
 }

@@ -9,6 +9,7 @@ import pytest
 
 from thinwire import cli
 from thinwire.plan import CodecSpeed, Compute, Group, Links, Point, Speed
+from thinwire.train.candidates import AS_GIVEN
 from thinwire.train.parse import load
 from thinwire.train.recipes import recipe
 from thinwire.train.workload import workload
@@ -323,11 +324,15 @@ def test_the_documented_cluster_and_command_work(tmp_path, monkeypatch, capsys):
     assert "recommendation: " in capsys.readouterr().out
 
 
-def test_several_links_with_stored_weights_are_refused_by_name(slow, capsys):
-    args = ["plan", "everything", "--cluster", str(slow.with_name("slow.toml")), "--nproc", "4"]
+def test_everything_at_once_is_weighed_as_one_arm(slow, tmp_path, capsys):
+    numbers = tmp_path / "plan.json"
+    args = ["plan", "everything", "--cluster", str(slow), "--nproc", "4", "--json", str(numbers)]
     slow.write_text(slow.read_text().replace("nodes = 2", "nodes = 4"))
-    assert cli.main(args) == 2
-    assert "doesn't cover gathers of stored weights" in capsys.readouterr().err
+    assert cli.main(args) == 0
+    found = json.loads(numbers.read_text())
+    as_given = next(arm for arm in found["arms"] if arm["name"] == AS_GIVEN)
+    taco = next(arm for arm in found["arms"] if arm["name"] == "taco")
+    assert as_given["step_s"] < taco["step_s"] < found["dense"]["step_s"]
 
 
 def test_a_configuration_that_no_recipe_has_is_an_arm_too(slow, tmp_path, capsys):

@@ -25,6 +25,14 @@ ROUNDS = {"systems": {"outer": {"sync_every": 2, "check_every": 0}}}
 MESH = {"mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 2}}
 RECOMPUTED = {"compute": {"activation_checkpointing": True}}
 MICRO = {"data": {"micro_batches": 2}}
+GROUPS = {"systems": {"storage": {"fmt": "int8", "granularity": "group"}}}
+NARROW = {"systems": {"storage": {"fmt": "fp8_e4m3"}, "weights": {"min_shard_numel": 64}}}
+TWO_BY_TWO = {"mesh": {"dp_replicate": 2, "dp_shard": 2}}
+STORED = [
+    ("eco-fp8-sr", {}), ("eco-int4-sr", MICRO), ("eco-fp8-sr", GROUPS),
+    ("eco-fp8-sr", {"mesh": {"dp_replicate": 2, "dp_shard": 1}}), ("static-4bit", NARROW),
+    ("aquavit-keep-wire", NARROW), ("aquavit-grad4", NARROW),
+]  # fmt: skip
 
 # ranks -> (recipe, changes)
 CASES = {
@@ -37,10 +45,13 @@ CASES = {
         ("random-mask", SPARSE), ("dense-tp", {}), ("taco", {}),
         ("taco", MICRO | RECOMPUTED), ("dense-tp-sp", {}), ("taco-sp", {}), ("dense-pp", {}),
         ("subspace-pp", {}), ("subspace-pp-int8", {}), ("diloco", ROUNDS), ("diloco-int8", ROUNDS),
-        ("sparseloco", ROUNDS),
+        ("sparseloco", ROUNDS), *STORED,
     ],
     3: [("dense-fsdp", {}), ("aquavit", {}), ("scape-90", SPARSE), ("sparseloco", ROUNDS)],
-    4: [("taco-aquavit", {}), ("taco", {"mesh": {"tp": 2, "dp_shard": 2}}), ("scape-99", SPARSE)],
+    4: [("everything", {}), ("everything", {"systems": {"storage": {"fmt": "int4"}}}),
+        ("everything-sites", ROUNDS), ("taco-sparseloco", ROUNDS), ("sparseloco-fsdp", ROUNDS),
+        ("diloco", ROUNDS | TWO_BY_TWO), ("taco-aquavit", {}),
+        ("taco", {"mesh": {"tp": 2, "dp_shard": 2}}), ("scape-99", SPARSE)],
 }  # fmt: skip
 
 

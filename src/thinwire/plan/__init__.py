@@ -20,6 +20,7 @@ from thinwire.plan.predict import Arm, Prediction, compare, predict
 from thinwire.plan.probe_clock import ProbeError, ProbeInterrupted
 from thinwire.plan.probe_device import Work
 from thinwire.plan.probe_mesh import probe
+from thinwire.plan.stored import Storage
 from thinwire.plan.workload import Costs, Workload
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "SparseSync",
     "Speed",
     "Stage",
+    "Storage",
     "TensorLink",
     "WeightsPhase",
     "Work",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.comm.ledger import all_reduce_sent
+from thinwire.comm.ledger import all_gather_sent, all_reduce_sent
 from thinwire.plan import messages
 from thinwire.plan.job import Job, Layer, WeightsPhase
 from thinwire.plan.memory import memory
@@ -166,6 +166,7 @@ class _Builder:
         waits = [*self._receive("forward", stage, index), *gathers.need(-1)]
         for place, block in enumerate(part.blocks):
             waits += gathers.need(place)
+            self._read_stored(stage, block)
             self._compute("forward", stage, block.forward_flops, waits)
             self._reductions(stage, "forward")
             waits = []
@@ -183,7 +184,9 @@ class _Builder:
         for place in reversed(range(len(part.blocks))):
             flops = part.blocks[place].forward_flops
             waits = gathers.need(place)
+            self._read_stored(stage, part.blocks[place])
             if job.recompute:
+                self._read_stored(stage, part.blocks[place])
                 self._compute("backward", stage, flops, waits)
                 self._reductions(stage, "forward", again=True)
                 waits = []
@@ -200,6 +203,16 @@ class _Builder:
             self._buckets(stage, -1)
         if stage > 0:
             self._send("backward", stage, stage - 1, index)
+
+    def _read_stored(self, stage: int, layer: Layer) -> None:
+        """Write the decoding of stored weights that no gather brings."""
+        storage = self.job.storage
+        if storage is None or self.job.mesh["dp_shard"] > 1:
+            return
+        shapes = [shape for name, shape in layer.params if name in storage.names]
+        if shapes:
+            numel = sum(torch.Size(shape).numel() for shape in shapes)
+            self.run(Coding("decode", "weights", storage.codec, numel, len(shapes)), stage)
 
     def _compute(self, what: str, stage: int, flops: float, waits: Sequence[int]) -> None:
         self.run(Compute(what, flops), stage, waits)
@@ -226,21 +239,24 @@ class _Builder:
             works.gathered = keep == "accumulate"
             return []
         works.gathered = True
-        if works.encode is not None and not works.encoded:
+        if not works.encoded:
             # Weights change once a step: one encoding serves all gathers.
             works.encoded = True
-            self.run(works.encode, stage)
+            for work in works.encode:
+                self.run(work, stage)
         gather = works.near if way == "backward" and works.near is not None else works.gather
         return [self.add(gather, stage, [self.host[stage]])]
 
     def decode(self, stage: int, place: int, way: str, sent: list[int]) -> list[int]:
         """Write the decoding of a gather where its layer computes; return what that waits for."""
         works = self.layers[stage].get(place)
-        if works is None or works.decode is None or (way == "backward" and not self.job.reshard):
+        if works is None or (way == "backward" and not self.job.reshard):
             return sent
         if way == "backward" and works.near is not None:
             return sent  # the second copy is not coded
-        return [self.run(works.decode, stage, sent)]
+        for work in works.decode:
+            sent = [self.run(work, stage, sent)]
+        return sent
 
     def _reduce(self, stage: int, place: int) -> None:
         """Write a layer's gradient reduce-scatter."""
@@ -371,8 +387,30 @@ class _Builder:
         numel = job.stages[stage].numel // job.mesh["dp_shard"]
         # Read weights, gradients and two moments, write three of them.
         self.run(Compute("optimizer", nbytes=28.0 * numel, numel=numel), stage, [self.host[stage]])
+        self._step_stored(stage)
         if self.syncs:
             self._round(stage)
+
+    def _step_stored(self, stage: int) -> None:
+        """Write what stored weights add to the optimizer: they are read, agreed on and rounded."""
+        job, storage = self.job, self.job.storage
+        if storage is None:
+            return
+        works: list[Coding | Message] = []
+        for nbytes in storage.flag_bytes if job.num_ranks > 1 else ():
+            works += messages.plain_all_reduce(
+                nbytes, link="scalars", axis="world", num_ranks=job.num_ranks
+            )
+        for axis, nbytes in storage.maxima_bytes.items():
+            works += messages.plain_all_reduce(
+                nbytes, link="scalars", axis=axis, num_ranks=job.mesh[axis]
+            )
+        part = job.stages[stage]
+        named = [p for block in part.blocks for p in block.params if p[0] in storage.names]
+        numel = sum(torch.Size(shape).numel() for _, shape in named) // job.mesh["dp_shard"]
+        for what in ("decode", "encode") if numel else ():
+            works.append(Coding(what, "weights", storage.codec, numel, len(named)))
+        self.host[stage] = self.through(works, stage)
 
     def _sparse(self, stage: int) -> None:
         """Write the exchange of values and masks; with lag 1, masks travel under the next step."""
@@ -396,7 +434,11 @@ class _Builder:
         job, outer = self.job, self.job.outer
         assert outer is not None
         num = job.mesh["dp_replicate"]
-        numel = job.stages[stage].numel
+        layers = (job.stages[stage].root, *job.stages[stage].blocks)
+        own = [torch.Size(shape).numel() for layer in layers for _, shape in layer.params]
+        numels = outer.numels or own
+        numel = sum(numels)
+        self.host[stage] = self.through(self._inside(outer.gathered), stage)
         self.run(
             Compute("select", nbytes=16.0 * numel, numel=numel if outer.message_bytes else 0),
             stage,
@@ -412,16 +454,26 @@ class _Builder:
                 note = outer.note_bytes
                 works.append(Message("outer", "dp_replicate", "all_gather", note, num, 0))
         else:
-            shapes = [s for layer in (job.stages[stage].root, *job.stages[stage].blocks)
-                      for _, s in layer.params]  # fmt: skip
             works = []
-            for shape in shapes:
+            for size in numels:
                 works += messages.all_reduce(
-                    torch.Size(shape).numel(), torch.float32, outer.codec, link="outer",
+                    size, torch.float32, outer.codec, link="outer",
                     axis="dp_replicate", num_ranks=num, min_bytes=0,
                 )  # fmt: skip
         last = self.through(works, stage)
         self.run(Compute("select", nbytes=8.0 * numel), stage, [last])
+        self.host[stage] = self.through(
+            self._inside([4 * n for n in numels] if outer.gathered else []), stage
+        )
+
+    def _inside(self, sizes: Sequence[int]) -> list[Coding | Message]:
+        """Return a replica's messages around a round; a broadcast counts as a gather."""
+        shards, tp = self.job.mesh["dp_shard"], self.job.mesh["tp"]
+        axis = "dp_shard" if shards > 1 else "tp"
+        return [
+            Message("weights", axis, "all_gather", n, shards * tp, all_gather_sent(n, shards * tp))
+            for n in sizes
+        ]
 
 
 class _Gathers:

@@ -11,6 +11,7 @@ import torch
 
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError
+from thinwire.plan.stored import Storage
 
 __all__ = [
     "AXES",
@@ -132,12 +133,18 @@ class Outer:
         message_bytes: what a replica hands in; 0: dense, one all-reduce per tensor.
         codec: of a dense exchange.
         note_bytes: of the votes on a round.
+        numels: weights of each parameter, which the first rank of a replica exchanges whole;
+            empty: those of the stage, as its shapes say.
+        gathered: per parameter that lies in pieces on a replica's ranks, bytes of a piece that the
+            first one collects before the exchange; it hands them all out afterwards.
     """
 
     sync_every: int
     message_bytes: int = 0
     codec: Codec | None = None
     note_bytes: int = 0
+    numels: tuple[int, ...] = ()
+    gathered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +168,7 @@ class Job:
         reduce_every_micro_batch: reduce gradients after each micro-batch, not the last alone.
         weights: phases of the weight gathers.
         gradients: codec of the gradient reduce-scatter.
+        storage: matrices that lie quantized in memory; None: all weights are float32.
         min_shard_numel: smaller shards travel raw.
         keep_wire: how long gathered bytes stay, "none", "forward" or "accumulate".
         tensor: tensor-parallel link.
@@ -197,6 +205,7 @@ class Job:
     reduce_every_micro_batch: bool = False
     weights: tuple[WeightsPhase, ...] = (WeightsPhase(),)
     gradients: Codec | None = None
+    storage: Storage | None = None
     min_shard_numel: int = 1024
     keep_wire: str = "none"
     tensor: TensorLink = field(default_factory=TensorLink)

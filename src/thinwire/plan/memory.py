@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import torch
+
 from thinwire.codecs import Codec
 from thinwire.plan.job import Job, Stage
 from thinwire.plan.sharded import LayerWorks
@@ -16,9 +18,9 @@ ACTIVATIONS_KEPT = 16.0
 def memory(job: Job) -> Mapping[str, int]:
     """Return bytes by what they hold, on a rank of the stage that holds most.
 
-    weights: float32 shard; gathered: layers gathered at one time; gradients: float32 shard;
-    optimizer: its state; activations: kept for backward; kept wire: coded weights of all groups
-    that stay gathered (Aquavit's keep_wire); others: buffers of systems.
+    weights: shard, float32 or as stored; gathered: layers gathered at one time; gradients: float32
+    shard; optimizer: its state; activations: kept for backward; kept wire: coded weights of all
+    groups that stay gathered (Aquavit's keep_wire); others: buffers of systems.
     """
     return max((_of_stage(job, stage) for stage in job.stages), key=lambda m: sum(m.values()))
 
@@ -28,7 +30,7 @@ def _of_stage(job: Job, stage: Stage) -> dict[str, int]:
     numel = stage.numel
     local = -(-numel // shards)
     found = {
-        "weights": 4 * local,
+        "weights": 4 * local - _saved(job, stage),
         "gradients": 4 * local,
         "optimizer": int(job.state_bytes * local),
         "activations": _activations(job, stage),
@@ -43,6 +45,19 @@ def _of_stage(job: Job, stage: Stage) -> dict[str, int]:
     for name, nbytes in job.extra_bytes.items():
         found[name] = int(nbytes * local)
     return found
+
+
+def _saved(job: Job, stage: Stage) -> int:
+    """Return what stored matrices take less than in float32, on one rank."""
+    if job.storage is None:
+        return 0
+    shards = job.mesh["dp_shard"]
+    shapes = [p for block in stage.blocks for p in block.params if p[0] in job.storage.names]
+    saved = 0
+    for name, shape in shapes:
+        numel = -(-shape[0] // shards) * torch.Size(shape[1:]).numel()
+        saved += 4 * numel - job.storage.message_nbytes(name, shape, shards)
+    return saved
 
 
 def _wire(job: Job, stage: Stage, codec: Codec | None) -> int:

@@ -11,21 +11,30 @@ from thinwire.comm import Ledger
 from thinwire.schedules import Constant, Schedule, WarmupCosine
 from thinwire.train.config import Config, Optim, Storage
 
-__all__ = ["adamw", "lr_schedule", "make_optimizer", "store_weights"]
+__all__ = ["adamw", "lr_schedule", "make_optimizer", "storage_format", "store_weights"]
 
 
 def store_weights(cfg: Storage, model: nn.Module) -> None:
     """Turn the blocks' matrices (or the experts alone) into quantized parameters."""
-    granularity = {"default": None, "group": f"group:{cfg.group_size}"}
     eco.quantize_(
         model,
         cfg.fmt,
-        granularity=granularity.get(cfg.granularity, cfg.granularity),
+        granularity=_granularity(cfg),
         filter=eco.experts if cfg.only_experts else None,
         pow2_scale=cfg.pow2_scale,
         master=cfg.error == "master",
         act_quant="fp8_e4m3" if cfg.act_quant else None,
     )
+
+
+def storage_format(cfg: Storage) -> eco.Format:
+    """Return how weights are stored."""
+    return eco.Format.parse(cfg.fmt, _granularity(cfg), cfg.pow2_scale)
+
+
+def _granularity(cfg: Storage) -> str | None:
+    named = {"default": None, "group": f"group:{cfg.group_size}"}
+    return named.get(cfg.granularity, cfg.granularity)
 
 
 def make_optimizer(config: Config, model: nn.Module, ledger: Ledger) -> Optimizer:

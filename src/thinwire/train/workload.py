@@ -6,11 +6,14 @@ trainer's systems use.
 
 import math
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from thinwire import aquavit, sparseloco
+from thinwire.eco import Format
 from thinwire.errors import ConfigError
 from thinwire.pipeline.carrier import make_carrier
 from thinwire.pipeline.ids import ids_nbytes
@@ -21,6 +24,7 @@ from thinwire.plan import (
     Outer,
     SparseSync,
     Stage,
+    Storage,
     TensorLink,
     WeightsPhase,
     Workload,
@@ -31,6 +35,7 @@ from thinwire.train.axes import check_ranks
 from thinwire.train.config import Config
 from thinwire.train.gradients import deal
 from thinwire.train.model import Transformer
+from thinwire.train.optim import storage_format
 from thinwire.train.outer import OUTER_CODECS, outer_options
 from thinwire.train.systems import gradient_codec, weight_schedule
 from thinwire.train.tensor import tensor_link
@@ -38,6 +43,7 @@ from thinwire.train.tensor import tensor_link
 __all__ = ["job_of", "workload"]
 
 _SCALAR = 8  # bytes of a double
+_FLAG = 4  # bytes of a verdict that EcoAdamW's ranks share
 _MOMENTS = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.1}
 _SPLIT_COLUMNS = ("wq", "wk", "wv", "w1", "w3")
 _SPLIT_ROWS = ("wo", "w2")
@@ -92,6 +98,7 @@ def job_of(
         sequence_parallel=compute.sequence_parallel and sizes["tp"] > 1,
         weights=_weights(config, sizes),
         gradients=gradient_codec(systems.gradients) if sizes["dp_shard"] > 1 else None,
+        storage=_storage(config, sizes, stages),
         min_shard_numel=systems.weights.min_shard_numel,
         keep_wire=systems.weights.keep_wire,
         tensor=_tensor(config, sizes),
@@ -114,11 +121,6 @@ def _check_covered(config: Config, sizes: dict[str, int]) -> None:
         raise ConfigError("the cost model covers equal replicas: leave mesh.replicas empty")
     if config.model.num_experts:
         raise ConfigError("the cost model covers dense models: set model.num_experts 0")
-    if systems.storage.fmt != "dense" and sizes["dp_shard"] > 1:
-        raise ConfigError(
-            "the cost model doesn't cover gathers of stored weights: set systems.storage.fmt dense "
-            "or mesh.dp_shard 1"
-        )
     known = ("adamw", "adams", "scape", "topk-adamw")
     if sizes["dp_replicate"] > 1 and systems.replicas.optimizer not in known:
         raise ConfigError(
@@ -206,6 +208,38 @@ def _weights(config: Config, sizes: dict[str, int]) -> tuple[WeightsPhase, ...]:
     )
 
 
+def _storage(config: Config, sizes: dict[str, int], stages: tuple[Stage, ...]) -> Storage | None:
+    """Return which matrices lie quantized, and the messages of their optimizer."""
+    cfg = config.systems.storage
+    if cfg.fmt == "dense" or cfg.only_experts:  # models of experts are refused
+        return None
+    fmt = storage_format(cfg)
+    named = {n: s for stage in stages for block in stage.blocks for n, s in block.params}
+    stored = {name: shape for name, shape in named.items() if len(shape) == 2}
+    # Every rank sends as much as one of the stage that shares most.
+    maxima = [_maxima_bytes(fmt, sizes, stage, stored) for stage in stages]
+    axes = {axis: max(one.get(axis, 0) for one in maxima) for one in maxima for axis in one}
+    return Storage(fmt=fmt, names=frozenset(stored), flag_bytes=(_FLAG, _FLAG), maxima_bytes=axes)
+
+
+def _maxima_bytes(
+    fmt: Format, sizes: dict[str, int], stage: Stage, stored: Mapping[str, tuple[int, ...]]
+) -> dict[str, int]:
+    """Return, per axis, the bytes of the block maxima that ranks share (`eco.placement`)."""
+    found: Counter[str] = Counter()
+    for name, shape in (p for block in stage.blocks for p in block.params if p[0] in stored):
+        rows = name.split(".")[-2] in _SPLIT_ROWS
+        whole = fmt.granularity == "tensor"
+        if not fmt.has_scales or fmt.granularity == "group":
+            continue
+        scales = 1 if whole else -(-shape[0] // sizes["dp_shard"])
+        if sizes["tp"] > 1 and (rows or whole):
+            found["tp"] += 4 * scales
+        if sizes["dp_shard"] > 1 and whole:
+            found["dp_shard"] += 4 * scales
+    return dict(found)
+
+
 def _tensor(config: Config, sizes: dict[str, int]) -> TensorLink:
     if sizes["tp"] == 1:
         return TensorLink()
@@ -275,16 +309,39 @@ def _boundaries(config: Config, sizes: dict[str, int]) -> Boundaries:
 
 def _outer(config: Config, sizes: dict[str, int]) -> Outer:
     cfg = config.systems.outer
-    if cfg.method == "diloco":
-        return Outer(sync_every=cfg.sync_every, codec=OUTER_CODECS[cfg.codec])
     with torch.device("meta"):
         whole = Transformer(config.model, config.data.seq_len_tokens)
     shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
-    return Outer(
+    dense = Outer(
         sync_every=cfg.sync_every,
+        numels=tuple(math.prod(shape) for shape in shapes.values()),
+        gathered=tuple(_pieces(config, sizes, shapes)),
+    )
+    if cfg.method == "diloco":
+        return replace(dense, codec=OUTER_CODECS[cfg.codec])
+    return replace(
+        dense,
         message_bytes=sparseloco.message_nbytes(shapes, outer_options(cfg)),
         note_bytes=note_nbytes(sizes["dp_replicate"]),
     )
+
+
+def _pieces(
+    config: Config, sizes: dict[str, int], shapes: Mapping[str, tuple[int, ...]]
+) -> list[int]:
+    """Return the bytes of a rank's piece of each parameter that ranks of a replica share."""
+    found, cfg = [], config.systems.storage
+    for name, shape in shapes.items():
+        in_block = name.startswith("layers.")
+        split = _split(name, shape, sizes["tp"]) if in_block else shape
+        local = (-(-split[0] // sizes["dp_shard"]), *split[1:])
+        if local == shape and sizes["dp_shard"] == 1:
+            continue
+        if in_block and len(shape) == 2 and cfg.fmt != "dense":
+            found.append(storage_format(cfg).nbytes(local))
+        else:
+            found.append(4 * math.prod(local))
+    return found
 
 
 def _scalars(sizes: dict[str, int], apart: bool) -> int:
