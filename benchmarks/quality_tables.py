@@ -31,12 +31,9 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def outer_table(runs: dict[str, Any], tuning_seed: int = 99) -> str:
     """Return the table of `benchmarks/sparseloco_quality.py`; its first arm is the reference."""
-    final = [r for r in runs.values() if r["seed"] != tuning_seed]
-    losses: Losses = {}
-    for r in final:
-        losses.setdefault(r["arm"], {})[r["seed"]] = r["val_loss"]
+    losses = outer_losses(runs, tuning_seed)
     first = next(iter(losses))
-    about = {r["arm"]: r for r in final}
+    about = {r["arm"]: r for r in runs.values() if r["seed"] != tuning_seed}
     rows = []
     for arm, seeds in losses.items():
         r = about[arm]
@@ -67,19 +64,36 @@ def tuning_table(runs: dict[str, Any], tuning_seed: int) -> str:
     return text + table(["arm", *(f"rate {lr:g}" for lr in rates)], shown)
 
 
-def sparse_table(runs: dict[str, Any], tuning_seed: int = 99) -> str:
-    """Return the tables of `benchmarks/scape_quality.py`: the longest runs, then other lengths."""
+def sparse_name(run: dict[str, Any]) -> str:
+    return f"{run['arm']} {run['warmup']}"
+
+
+def sparse_losses(runs: dict[str, Any], tuning_seed: int = 99) -> dict[int, Losses]:
+    """Return number of steps -> arm and warm-up -> seed -> loss."""
     losses: dict[int, Losses] = {}
-    about: dict[str, dict[str, Any]] = {}
     for r in runs.values():
         if r["seed"] != tuning_seed:
-            arm = f"{r['arm']} {r['warmup']}"
-            losses.setdefault(r["steps"], {}).setdefault(arm, {})[r["seed"]] = r["val_loss"]
-            if r["steps"] == max(losses):
-                about[arm] = r
+            arms = losses.setdefault(r["steps"], {})
+            arms.setdefault(sparse_name(r), {})[r["seed"]] = r["val_loss"]
+    return losses
+
+
+def outer_losses(runs: dict[str, Any], tuning_seed: int = 99) -> Losses:
+    """Return arm -> seed -> loss of `benchmarks/sparseloco_quality.py`."""
+    losses: Losses = {}
+    for r in runs.values():
+        if r["seed"] != tuning_seed:
+            losses.setdefault(r["arm"], {})[r["seed"]] = r["val_loss"]
+    return losses
+
+
+def sparse_table(runs: dict[str, Any], tuning_seed: int = 99) -> str:
+    """Return the tables of `benchmarks/scape_quality.py`: the longest runs, then other lengths."""
+    losses = sparse_losses(runs, tuning_seed)
     if not losses:
         return "no run over seeds yet" + tuning_table(runs, tuning_seed)
     longest = losses[max(losses)]
+    about = {sparse_name(r): r for r in runs.values() if r["steps"] == max(losses)}
     adams, adamw = (longest.get(f"dense-{name} none", {}) for name in ("adams", "adamw"))
     rows = []
     for arm, seeds in sorted(longest.items(), key=lambda one: statistics.fmean(one[1].values())):
@@ -110,8 +124,8 @@ def lengths_table(losses: dict[int, Losses], lengths: list[int], arms: list[str]
     return table(["arm", *(f"{n:,} steps" for n in lengths)], rows)
 
 
-def mixed_table(runs: dict[str, Any]) -> str:
-    """Return the tables of `benchmarks/hetero_quality.py`."""
+def mixed_losses(runs: dict[str, Any]) -> tuple[dict[str, Losses], dict[str, str], Losses]:
+    """Return losses by mode, the mode that suits each arm, and the losses in that mode."""
     losses: dict[str, Losses] = {"full": {}, "projected": {}}
     own: dict[str, str] = {}
     for r in runs.values():
@@ -120,7 +134,12 @@ def mixed_table(runs: dict[str, Any]) -> str:
         own[r["name"]] = "projected" if inside or arm["constrain_full"] else "full"
         for mode, found in losses.items():
             found.setdefault(r["name"], {})[r["plan"]["seed"]] = r["losses"][mode]
-    best = {name: losses[mode][name] for name, mode in own.items()}
+    return losses, own, {name: losses[mode][name] for name, mode in own.items()}
+
+
+def mixed_table(runs: dict[str, Any]) -> str:
+    """Return the tables of `benchmarks/hetero_quality.py`."""
+    losses, own, best = mixed_losses(runs)
     none = best.get("none", {})
     rows = [
         [f"`{name}`", str(len(best[name])), spread(losses["full"][name].values()),

@@ -17,6 +17,7 @@ from typing import Any
 
 # Run as a script, this folder is on the path, not the one above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.parity import parity_page
 from benchmarks.quality_tables import mixed_table, outer_table, sparse_table, table
 from thinwire.lab.bench import cpu_name
 from thinwire.train.metrics import versions
@@ -242,8 +243,12 @@ def pages(given: argparse.Namespace) -> int:
     files = sorted(RESULTS.glob("*.json"))
     wanted = {file.stem: json.loads(file.read_text()) for file in files}
     texts = {f"{name}.md": page(kept) for name, kept in wanted.items()}
+    texts["parity.md"] = parity_page(wanted)
     listed = "\n".join(f"- [{kept['title']}]({name}.md)" for name, kept in wanted.items())
-    texts["index.md"] = f"# Results\n\nRendered from `benchmarks/results/*.json`.\n\n{listed}\n"
+    texts["index.md"] = (
+        "# Results\n\nRendered from `benchmarks/results/*.json`.\n\n"
+        f"- [Parity: one verdict per system](parity.md)\n{listed}\n"
+    )
     if given.check:
         stale = [
             n for n, t in texts.items() if not (PAGES / n).exists() or (PAGES / n).read_text() != t
