@@ -140,7 +140,7 @@ def answer(step_s, ledger, interface):
 
 def test_figures_by_hand():
     arms = (parse_arm("dense-fsdp"), parse_arm("static-6bit"))
-    plan = Plan(arms, 2, (8e6, 8e6), 1, 2, 3, 1.0)
+    plan = Plan(arms, 2, (8e6, 8e6), 1, 2, 3, 1.0, (1, 1))
     # Without a limit: 0.1 s and 0.15 s. At 1 MB/s: 4 MB and 1 MB a step, the slower rank counts.
     free = [[answer([0.1] * 3, 4e6, 4e6), answer([0.15] * 3, 1e6, 1e6)]] * 2
     fast = [answer([4.0, 4.1, 4.2], 4e6, 4.2e6), answer([1.0, 1.0, 1.0], 1e6, 1e6)]
@@ -154,6 +154,17 @@ def test_figures_by_hand():
     assert quantized["speedup"] == pytest.approx(4.1 / 1.2)
     assert quantized["ideal_speedup"] == pytest.approx((0.1 + 4) / (0.1 + 1))
     assert quantized["unshaped_cost"] == pytest.approx(1.5)
+
+
+def test_an_exchange_every_third_step_counts_a_third():
+    arms = (parse_arm("dense-ddp"), parse_arm("sparseloco:sync_every=3"))
+    plan = Plan(arms, 2, (8e6, 8e6), 1, 2, 3, 1.0, (1, 3))
+    free = [[answer([0.1] * 3, 4e6, 4e6), answer([0.1] * 3, 1e6, 1e6)]] * 2
+    # A step of warm-up, so the second of a turn is the third: it exchanges.
+    outer = answer([0.1, 1.6, 0.2], 1e6, 1e6)
+    _, sparse = summarise(plan, free, [[answer([4.1] * 3, 4e6, 4e6), outer]] * 2, 0.0)
+    assert sparse["step_s_median"] == pytest.approx((2 * 0.15 + 1.6) / 3)
+    assert sparse["speedup"] == pytest.approx(4.1 / ((2 * 0.15 + 1.6) / 3))
 
 
 @needs_root

@@ -27,7 +27,6 @@ from thinwire.lab.arms import Arm, arm_config, parse_arm, parse_settings
 from thinwire.lab.links import INTERFACE, parse_rate, shaped_links
 from thinwire.train.arguments import Arguments
 from thinwire.train.axes import check_ranks
-from thinwire.train.config import Config
 from thinwire.train.launch import Place, launch
 from thinwire.train.metrics import versions
 from thinwire.train.parse import from_dict
@@ -50,6 +49,7 @@ class Plan:
         rounds: how often each arm has its turn.
         steps: steps of a turn.
         compute_scale: factor by which a step's compute is stretched, by sleeping; at least 1.
+        sync_every: per arm, steps of an outer round; 1 for arms that have none.
     """
 
     arms: tuple[Arm, ...]
@@ -59,6 +59,7 @@ class Plan:
     rounds: int
     steps: int
     compute_scale: float
+    sync_every: tuple[int, ...]
 
 
 def _configs(plan: Plan, data: str, out: Path) -> list[dict[str, Any]]:
@@ -66,11 +67,7 @@ def _configs(plan: Plan, data: str, out: Path) -> list[dict[str, Any]]:
     for arm in plan.arms:
         steps = plan.warmup + plan.rounds * plan.steps
         words = ["--data.source", data, "--out", str(out / arm.folder), "--steps", str(steps)]
-        values = arm_config(arm, words)
-        config = from_dict(values)
-        check_ranks(config, plan.nproc)
-        _check_outer(plan, config)
-        configs.append(values)
+        configs.append(arm_config(arm, words))
     return configs
 
 
@@ -105,9 +102,22 @@ def _mean_bytes(ranks: list[Any], arm: int, key: str) -> float:
     return statistics.mean(sum(r[key] for r in rank[arm]) for rank in ranks)
 
 
-def _typical(rounds: list[list[float]]) -> float:
-    """Return the mean over rounds of their medians: arms whose bytes change are covered whole."""
-    return statistics.mean(statistics.median(steps) for steps in rounds)
+def _typical(plan: Plan, arm: int, ranks: list[Any]) -> float:
+    """Return the seconds of an arm's step, of the slowest rank.
+
+    The mean over rounds of their medians, so that arms whose bytes change are covered whole. With
+    outer rounds, steps that exchange and steps that don't have medians of their own, weighted.
+    """
+    every, found = plan.sync_every[arm], []
+    for index, steps in enumerate(_slowest(ranks, arm)):
+        first = plan.warmup + index * plan.steps + 1
+        kinds: dict[bool, list[float]] = {}
+        for place, seconds in enumerate(steps):
+            kinds.setdefault((first + place) % every == 0, []).append(seconds)
+        found.append(
+            sum(len(kind) * statistics.median(kind) for kind in kinds.values()) / len(steps)
+        )
+    return statistics.mean(found)
 
 
 def summarise(plan: Plan, free: list[Any], shaped: list[Any], pad_s: float) -> list[dict[str, Any]]:
@@ -121,24 +131,24 @@ def summarise(plan: Plan, free: list[Any], shaped: list[Any], pad_s: float) -> l
     """
     rate = min((r for r in plan.rates if r), default=0.0)
     number = plan.rounds * plan.steps
-    compute_s = _typical(_slowest(free, 0)) + pad_s
-    dense_s = _typical(_slowest(shaped, 0))
+    compute_s = _typical(plan, 0, free) + pad_s
+    dense_s = _typical(plan, 0, shaped)
     dense_bytes = _mean_bytes(shaped, 0, "ledger_bytes") / number
     rows = []
     for i, arm in enumerate(plan.arms):
-        steps = _slowest(shaped, i)
-        flat = sorted(s for of_round in steps for s in of_round)
+        flat = sorted(s for of_round in _slowest(shaped, i) for s in of_round)
         quarters = statistics.quantiles(flat, n=4)
         booked = _mean_bytes(shaped, i, "ledger_bytes")
         seen = _mean_bytes(shaped, i, "interface_bytes")
         ideal = 1.0
         if rate:
             ideal = (compute_s + 8 * dense_bytes / rate) / (compute_s + 8 * booked / number / rate)
-        speedup = dense_s / _typical(steps)
+        typical_s, free_s = _typical(plan, i, shaped), _typical(plan, i, free)
+        speedup = dense_s / typical_s
         rows.append(
             {
                 "recipe": arm.name,
-                "step_s_median": statistics.median(flat),
+                "step_s_median": statistics.median(flat) if plan.sync_every[i] == 1 else typical_s,
                 "step_s_iqr": quarters[2] - quarters[0],
                 "speedup": speedup,
                 "ideal_speedup": ideal,
@@ -146,8 +156,8 @@ def summarise(plan: Plan, free: list[Any], shaped: list[Any], pad_s: float) -> l
                 "ledger_bytes": booked / number,
                 "interface_bytes": seen / number,
                 "interface_ratio": seen / booked if booked else None,
-                "unshaped_step_s": _typical(_slowest(free, i)),
-                "unshaped_cost": _typical(_slowest(free, i)) / _typical(_slowest(free, 0)),
+                "unshaped_step_s": free_s,
+                "unshaped_cost": free_s / _typical(plan, 0, free),
             }
         )
     return rows
@@ -183,13 +193,19 @@ def _verdicts(rows: list[dict[str, Any]]) -> list[str]:
     return said
 
 
-def _check_outer(plan: Plan, config: Config) -> None:
-    every = config.systems.outer.sync_every
-    if config.systems.outer.method != "none" and plan.steps % every:
+def _sync_every(arm: Arm, nproc: int, steps: int) -> int:
+    """Return the steps of an arm's outer round, 1 if it has none, once it fits ranks and turns."""
+    config = from_dict(arm_config(arm, []))
+    check_ranks(config, nproc)
+    outer = config.systems.outer
+    if outer.method == "none":
+        return 1
+    if steps % outer.sync_every:
         raise ConfigError(
-            f"systems.outer syncs every {every} steps: set --steps to a multiple, so that each "
-            "turn holds its share of syncs"
+            f"systems.outer syncs every {outer.sync_every} steps: set --steps to a multiple, so "
+            "that each turn holds its share of syncs"
         )
+    return outer.sync_every
 
 
 def _legend(plan: Plan) -> str:
@@ -197,8 +213,9 @@ def _legend(plan: Plan) -> str:
     if plan.compute_scale != 1:
         padded = f"\ncompute stretched {plan.compute_scale:g}-fold by sleeping, in every arm"
     return (
-        "\nideal = (C + D/rate) / (C + W/rate): C the first arm's step without a limit, D its\n"
-        "bytes, W this arm's. ledger, interface: a rank's bytes of a step; ratio: framing.\n"
+        "\nstep: the median; with outer rounds, those of steps with and without an exchange,\n"
+        "weighted. ideal = (C + D/rate) / (C + W/rate): C the first arm's step without a limit,\n"
+        "D its bytes, W this arm's. ledger, interface: a rank's bytes of a step; ratio: framing.\n"
         "no limit: this arm's step over the first arm's on the unshaped link." + padded
     )
 
@@ -238,9 +255,11 @@ def _plan(given: argparse.Namespace) -> Plan:
     arms = tuple(parse_arm(text, settings) for text in given.arms)
     if len({arm.name for arm in arms}) < len(arms):
         raise ConfigError("two arms are the same: give each once")
+    every = tuple(_sync_every(arm, given.nproc, given.steps) for arm in arms)
     return Plan(
-        arms, given.nproc, rates, given.warmup, given.rounds, given.steps, given.compute_scale
-    )
+        arms, given.nproc, rates, given.warmup, given.rounds, given.steps, given.compute_scale,
+        every,
+    )  # fmt: skip
 
 
 def main(args: Sequence[str]) -> int:
@@ -255,7 +274,7 @@ def main(args: Sequence[str]) -> int:
     with TemporaryDirectory(prefix="thinwire-lab-") as scratch:
         configs = _configs(plan, given.data, Path(scratch))
         free = _measure(plan, configs, [0.0] * plan.nproc, 0.0)
-        pad_s = (plan.compute_scale - 1) * _typical(_slowest(free, 0))
+        pad_s = (plan.compute_scale - 1) * _typical(plan, 0, free)
         shaped = _measure(plan, configs, plan.rates, pad_s)
     rows = summarise(plan, free, shaped, pad_s)
     report = {
