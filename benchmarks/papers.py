@@ -23,11 +23,11 @@ from thinwire.plan.build import workload_of
 from thinwire.plan.job import Outer, TensorLink, WeightsPhase
 from thinwire.plan.workload import Message
 from thinwire.sparseloco import Options
+from thinwire.train.job import job_of
 from thinwire.train.metrics import versions
 from thinwire.train.model import Transformer
 from thinwire.train.parse import from_dict
 from thinwire.train.recipes import recipe
-from thinwire.train.workload import job_of
 
 COMPUTE_SHARE, LINK_SHARE, CODEC_SHARE = 0.5, 0.8, 0.5
 INSIDE_S, ACROSS_S = 3e-6, 5e-6

@@ -16,6 +16,7 @@ from thinwire.plan.job import (
 )
 from thinwire.plan.links import COLLECTIVES, CodecSpeed, Compute, Group, Links, Point, Speed
 from thinwire.plan.measured import MeasuredCosts
+from thinwire.plan.mixed import mixed_workload
 from thinwire.plan.predict import Arm, Prediction, compare, predict
 from thinwire.plan.probe_clock import ProbeError, ProbeInterrupted
 from thinwire.plan.probe_device import Work
@@ -57,6 +58,7 @@ __all__ = [
     "Workload",
     "choose",
     "compare",
+    "mixed_workload",
     "predict",
     "probe",
     "workload_of",

@@ -431,40 +431,51 @@ class _Builder:
 
     def _round(self, stage: int) -> None:
         """Write the exchange between replicas that ends a round."""
-        job, outer = self.job, self.job.outer
+        outer, part = self.job.outer, self.job.stages[stage]
         assert outer is not None
-        num = job.mesh["dp_replicate"]
-        layers = (job.stages[stage].root, *job.stages[stage].blocks)
-        own = [torch.Size(shape).numel() for layer in layers for _, shape in layer.params]
+        own = [
+            torch.Size(s).numel() for layer in (part.root, *part.blocks) for _, s in layer.params
+        ]
         numels = outer.numels or own
         numel = sum(numels)
         self.host[stage] = self.through(self._inside(outer.gathered), stage)
-        self.run(
-            Compute("select", nbytes=16.0 * numel, numel=numel if outer.message_bytes else 0),
-            stage,
-            [self.host[stage]],
-        )
-        if outer.message_bytes:
-            dense = all_reduce_sent(4 * numel, num)
-            nbytes = outer.message_bytes
-            works: list[Coding | Message] = [
-                Message("outer", "dp_replicate", "all_gather", nbytes, num, dense)
-            ]
-            if outer.note_bytes:
-                note = outer.note_bytes
-                works.append(Message("outer", "dp_replicate", "all_gather", note, num, 0))
-        else:
-            works = []
-            for size in numels:
-                works += messages.all_reduce(
-                    size, torch.float32, outer.codec, link="outer",
-                    axis="dp_replicate", num_ranks=num, min_bytes=0,
-                )  # fmt: skip
-        last = self.through(works, stage)
+        picked = numel if outer.message_bytes or outer.owned else 0
+        select = Compute("select", nbytes=16.0 * numel, numel=picked)
+        self.run(select, stage, [self.host[stage]])
+        last = self.through(self._exchange(stage, numels), stage)
         self.run(Compute("select", nbytes=8.0 * numel), stage, [last])
         self.host[stage] = self.through(
             self._inside([4 * n for n in numels] if outer.gathered else []), stage
         )
+
+    def _exchange(self, stage: int, numels: Sequence[int]) -> list[Coding | Message]:
+        """Return the messages between replicas of a round."""
+        job, outer = self.job, self.job.outer
+        assert outer is not None
+        num, works = job.mesh["dp_replicate"], []
+
+        def gather(nbytes: int, dense_bytes: int) -> Message:
+            return Message("outer", "dp_replicate", "all_gather", nbytes, num, dense_bytes)
+
+        if outer.owned:
+            works = [gather(n, all_reduce_sent(4 * size, num)) for n, size in outer.owned[stage]]
+            nbytes, size = outer.handed_on
+            later = len(job.stages) - 1
+            if nbytes and later and stage == 0:
+                works.append(
+                    Message("outer", "pp", "all_gather", num * nbytes, later + 1, 4 * size * later)
+                )
+        elif outer.message_bytes:
+            works = [gather(outer.message_bytes, all_reduce_sent(4 * sum(numels), num))]
+        else:
+            return [
+                work for size in numels
+                for work in messages.all_reduce(
+                    size, torch.float32, outer.codec, link="outer", axis="dp_replicate",
+                    num_ranks=num, min_bytes=0,
+                )
+            ]  # fmt: skip
+        return [*works, gather(outer.note_bytes, 0)] if outer.note_bytes else [*works]
 
     def _inside(self, sizes: Sequence[int]) -> list[Coding | Message]:
         """Return a replica's messages around a round; a broadcast counts as a gather."""

@@ -23,6 +23,7 @@ class ClusterCosts:
     Attributes:
         cluster: the hardware.
         mesh: ranks per axis of `AXES`.
+        num_ranks: ranks in all, where unlike replicas don't fill the mesh; 0: the axes' product.
 
     Raises:
         ConfigError: the mesh has more ranks than the cluster has devices, or doesn't fit its nodes.
@@ -30,10 +31,11 @@ class ClusterCosts:
 
     cluster: Cluster
     mesh: Mapping[str, int]
+    num_ranks: int = 0
     _places: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        total = math.prod(self.mesh.values())
+        total = self.num_ranks or math.prod(self.mesh.values())
         if total > self.cluster.num_devices:
             raise ConfigError(
                 f"the mesh has {total} ranks but the cluster {self.cluster.num_devices} devices "

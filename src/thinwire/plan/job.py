@@ -137,6 +137,9 @@ class Outer:
             empty: those of the stage, as its shapes say.
         gathered: per parameter that lies in pieces on a replica's ranks, bytes of a piece that the
             first one collects before the exchange; it hands them all out afterwards.
+        owned: where stages exchange parts of their own: per stage, (bytes, weights) of each
+            message, in place of `message_bytes`.
+        handed_on: (bytes, weights) of what the first stage hands to each later one.
     """
 
     sync_every: int
@@ -145,6 +148,8 @@ class Outer:
     note_bytes: int = 0
     numels: tuple[int, ...] = ()
     gathered: tuple[int, ...] = ()
+    owned: tuple[tuple[tuple[int, int], ...], ...] = ()
+    handed_on: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,6 +165,8 @@ def _attribute(awaited: _Done, since: float, part: Timeline) -> None:
 def _seconds(op: Op, costs: Costs, workload: Workload, slowdown: float) -> float:
     if isinstance(op.work, Message):
         return costs.seconds(op.work)
+    if workload.speeds:
+        slowdown /= workload.speeds[op.stage]
     if isinstance(op.work, Coding):
         return slowdown * costs.coding_s(op.work)
     return slowdown * costs.compute_s(op.work, workload)

@@ -154,6 +154,7 @@ class Workload:
         rank_params: parameters that a rank computes with, before tensor parallelism.
         memory: bytes on one rank by what they hold.
         systems: ledger link -> what compresses it, for words.
+        speeds: computing speed of each stage beside the described device; empty: 1 each.
     """
 
     name: str
@@ -168,6 +169,7 @@ class Workload:
     rank_params: int
     memory: Mapping[str, int] = field(default_factory=dict)
     systems: Mapping[str, str] = field(default_factory=dict)
+    speeds: tuple[float, ...] = ()
 
     def sent(self, *, dense: bool = False, stage: int | None = None) -> dict[str, float]:
         """Return the mean bytes of a step per link that one rank sends.

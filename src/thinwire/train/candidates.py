@@ -51,7 +51,14 @@ _NODES = {
 
 
 def dense_twin(config: Config) -> Config:
-    """Return the configuration with nothing compressed, replicas that agree every step."""
+    """Return the configuration with nothing compressed, replicas that agree every step.
+
+    Unlike replicas keep their rounds, which they can't do without; their boundaries are dense.
+    """
+    if config.mesh.replicas:
+        bare = " ".join(word.partition(":")[0] for word in config.mesh.replicas.split())
+        mesh, outer = replace(config.mesh, replicas=bare), config.systems.outer
+        return replace(config, recipe="dense", mesh=mesh, systems=Systems(outer=outer))
     kept = replace(config.systems.replicas, optimizer="adamw")
     if config.systems.replicas.optimizer in ("adams", "scape"):
         kept = replace(kept, optimizer="adams")
@@ -68,7 +75,7 @@ def candidates(config: Config, sizes: Mapping[str, int]) -> dict[str, Config]:
     the configuration asks for rounds already.
     """
     dense, found = dense_twin(config), {}
-    for link, names in _ARMS.items():
+    for link, names in () if config.mesh.replicas else _ARMS.items():
         if sizes[AXIS_OF[link]] == 1:
             continue
         if link == "outer" and config.systems.outer.method == "none":

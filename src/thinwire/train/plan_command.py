@@ -8,7 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from thinwire.errors import ConfigError, RunError
-from thinwire.plan import Cluster, ClusterCosts, Costs, Links, MeasuredCosts, Prediction, predict
+from thinwire.plan import (
+    Cluster,
+    ClusterCosts,
+    Costs,
+    Links,
+    MeasuredCosts,
+    Prediction,
+    Sites,
+    predict,
+)
 from thinwire.plan.advice import Advice, advise
 from thinwire.plan.cluster import MOST
 from thinwire.plan.predict import Arm, crossing, seconds_text
@@ -92,12 +101,21 @@ def make_advice(
     )
     sizes = check_ranks(config, total)
     costs: Costs
+    if probed is not None and config.mesh.replicas:
+        raise ConfigError("unlike replicas are planned on a described cluster: give --cluster FILE")
     if probed is not None:
         costs = MeasuredCosts(probed, sizes, step_s)
     else:
         assert described is not None
-        costs = ClusterCosts(described, sizes)
+        costs = ClusterCosts(described, sizes, total)
     return _Planner(config, sizes, total, costs, described).advice(arms)
+
+
+def replica_speeds(config: Config, sites: Sites | None, num_replicas: int) -> tuple[float, ...]:
+    """Return the speed of each unlike replica's site; empty for equal replicas or without sites."""
+    if not config.mesh.replicas or sites is None or not sites.speeds:
+        return ()
+    return tuple(sites.speeds[i * sites.count // num_replicas] for i in range(num_replicas))
 
 
 class _Planner:
@@ -116,13 +134,16 @@ class _Planner:
         # Devices of a cluster overlap; links.json is of gloo on CPU, which doesn't.
         self.prefetch = cluster.prefetch if cluster is not None else 0
         sites = cluster.sites if cluster is not None else None
-        self.slowdown = sites.slowest if sites is not None else 1.0
+        self.speeds = replica_speeds(config, sites, sizes["dp_replicate"])
+        self.slowdown = sites.slowest if sites is not None and not self.speeds else 1.0
         self.made: dict[str, Workload] = {}
 
     def predict(self, config: Config) -> Prediction:
         """Return a configuration's prediction."""
         overlap = self.prefetch > 0
-        made = workload(config, self.num_ranks, overlap=overlap, prefetch=self.prefetch)
+        made = workload(
+            config, self.num_ranks, overlap=overlap, prefetch=self.prefetch, speeds=self.speeds
+        )
         self.made[made.name] = made
         return predict(made, self.costs, slowdown=self.slowdown)
 
@@ -134,7 +155,7 @@ class _Planner:
         wire = described.slowest_wire
 
         def speedup(gbit_per_s: float) -> float:
-            costs = ClusterCosts(cluster.with_speed(wire, gbit_per_s), self.sizes)
+            costs = ClusterCosts(cluster.with_speed(wire, gbit_per_s), self.sizes, self.num_ranks)
             dense, other = (
                 predict(self.made[n], costs, slowdown=self.slowdown)
                 for n in ("dense", arm.prediction.name)

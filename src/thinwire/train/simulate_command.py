@@ -14,10 +14,11 @@ from thinwire.plan import Cluster, ClusterCosts, Costs, Workload
 from thinwire.plan.cluster import LEAST, MOST
 from thinwire.plan.simulate import MAX_RANKS, Stragglers, Sweep, sweep
 from thinwire.train.arguments import Arguments
-from thinwire.train.axes import resolve_axes
+from thinwire.train.axes import check_ranks, resolve_axes
 from thinwire.train.candidates import LINK_OF, candidates, dense_twin
 from thinwire.train.config import Config
 from thinwire.train.parse import config_from_args, load, near
+from thinwire.train.plan_command import replica_speeds
 from thinwire.train.recipes import DEFAULT, recipe
 from thinwire.train.workload import workload
 
@@ -99,7 +100,7 @@ def simulate(
     _check(ranks, gbit_per_s, scaling)
     scale = _Scale(config, cluster, ranks[0], scaling)
     configs = _arms(config, scale.sizes(ranks[0]), arms)
-    slow_site = cluster.sites.slowest if cluster.sites is not None else 1.0
+    slow_site = cluster.sites.slowest if cluster.sites is not None and not scale.speeds else 1.0
     found: dict[str, list[Sweep]] = {"ranks": [], "links": []}
     for name, one in configs.items():
         settings: dict[str, Any] = {
@@ -160,13 +161,16 @@ class _Scale:
 
     def __init__(self, config: Config, cluster: Cluster, first: int, scaling: str) -> None:
         self.cluster, self.scaling = cluster, scaling
-        self.mesh = config.mesh
-        sizes = resolve_axes(config.mesh, first)
+        self.config = config
+        sizes = self.sizes(first)
         self.parts = sizes["dp_replicate"] * sizes["dp_shard"]
+        self.speeds = replica_speeds(config, cluster.sites, sizes["dp_replicate"])
 
     def sizes(self, num_ranks: int) -> dict[str, int]:
         """Return the mesh at a number of ranks."""
-        return resolve_axes(self.mesh, num_ranks)
+        if self.config.mesh.replicas:
+            return check_ranks(self.config, num_ranks)
+        return resolve_axes(self.config.mesh, num_ranks)
 
     def at(self, config: Config, num_ranks: int, cluster: Cluster) -> tuple[Workload, Costs]:
         """Return workload and costs."""
@@ -180,8 +184,9 @@ class _Scale:
             num_ranks,
             overlap=cluster.prefetch > 0,
             prefetch=cluster.prefetch,
+            speeds=self.speeds,
         )
-        return made, ClusterCosts(cluster.with_nodes(num_ranks), sizes)
+        return made, ClusterCosts(cluster.with_nodes(num_ranks), sizes, num_ranks)
 
     def by_ranks(self, config: Config) -> Callable[[float], tuple[Workload, Costs]]:
         """Return what `sweep` asks over ranks."""
@@ -191,10 +196,10 @@ class _Scale:
         """Return what `sweep` asks over link speeds."""
         made, _ = self.at(config, num_ranks, self.cluster)
         sizes, cluster = self.sizes(num_ranks), self.cluster.with_nodes(num_ranks)
-        wire = ClusterCosts(cluster, sizes).slowest_wire
+        wire = ClusterCosts(cluster, sizes, num_ranks).slowest_wire
 
         def make(speed: float) -> tuple[Workload, Costs]:
-            return made, ClusterCosts(cluster.with_speed(wire, speed), sizes)
+            return made, ClusterCosts(cluster.with_speed(wire, speed), sizes, num_ranks)
 
         return make
 
