@@ -365,3 +365,53 @@ def test_messages_beyond_the_largest_probed_are_told(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "note: all_gather on dp_shard: messages of up to " in out
     assert "beyond the largest probed (4.1 kB)" in out
+
+
+MIXED = """
+nodes = 3
+devices_per_node = 1
+[across]
+gbit_per_s = 0.01
+[device]
+tflops = 1.0
+memory_gbyte_per_s = 100.0
+[sites]
+count = 2
+up_gbit_per_s = 0.05
+down_gbit_per_s = 0.1
+latency_s = 0.001
+speeds = [1.0, 0.5]
+"""
+
+
+def test_unlike_replicas_are_weighed_with_their_own_speeds(tmp_path, capsys):
+    cluster, numbers = tmp_path / "mixed.toml", tmp_path / "plan.json"
+    cluster.write_text(MIXED)
+    args = ["plan", "hetero", "--cluster", str(cluster), "--nproc", "3", "--json", str(numbers)]
+    assert cli.main(args) == 0
+    found = json.loads(numbers.read_text())
+    (arm,) = found["arms"]
+    assert arm["name"] == AS_GIVEN
+    assert arm["pays"]
+    # Boundaries of the weak replica: 8 times fewer coefficients of half the size, and ids.
+    assert found["dense"]["sent_bytes"]["pipeline"] > 10 * arm["sent_bytes"]["pipeline"]
+    cluster.write_text(MIXED.replace("[1.0, 0.5]", "[0.5, 1.0]"))
+    assert cli.main(args) == 0
+    # The pipeline's site is fast now, and what the whole replica takes doesn't hold it up.
+    other = json.loads(numbers.read_text())["arms"][0]
+    assert other["step_s"] < arm["step_s"]
+    capsys.readouterr()
+    assert cli.main(["plan", "hetero", "--links", str(cluster)]) == 2
+    assert "give --cluster FILE" in capsys.readouterr().err
+
+
+def test_unlike_replicas_are_simulated_over_the_speed_of_their_line(tmp_path, capsys):
+    cluster, numbers = tmp_path / "mixed.toml", tmp_path / "simulate.json"
+    cluster.write_text(MIXED)
+    args = ["simulate", "hetero", "--cluster", str(cluster), "--ranks", "3", "--json", str(numbers)]
+    args += ["--gbit-per-s", "0.001,0.1,10", "--out", str(tmp_path / "page.html")]
+    assert cli.main(args) == 0
+    for one in json.loads(numbers.read_text())["by_link"]:
+        assert one["step_s"][0] > one["step_s"][1] > one["step_s"][2]
+    assert cli.main([*args[:5], "4", *args[6:]]) == 2
+    assert "names 3 ranks, but 4 run" in capsys.readouterr().err

@@ -88,6 +88,8 @@ def make_advice(
     """
     if (links is None) == (cluster is None):
         raise ConfigError("give --links FILE (of `thinwire probe`) or --cluster FILE (TOML)")
+    if links is not None and config.mesh.replicas:
+        raise ConfigError("unlike replicas are planned on a described cluster: give --cluster FILE")
     probed = Links.read(links) if links is not None else None
     described = Cluster.read(cluster) if cluster is not None else None
     if described is not None and step_s is not None:
@@ -101,8 +103,6 @@ def make_advice(
     )
     sizes = check_ranks(config, total)
     costs: Costs
-    if probed is not None and config.mesh.replicas:
-        raise ConfigError("unlike replicas are planned on a described cluster: give --cluster FILE")
     if probed is not None:
         costs = MeasuredCosts(probed, sizes, step_s)
     else:
