@@ -57,22 +57,25 @@ def config_of(name: str, words: list[str]) -> dict[str, Any]:
 def run_losses(given: argparse.Namespace) -> dict[str, Any]:
     path = given.out / "losses.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"losses": {}}
-    for seed in range(given.seeds):
-        for name in given.arms:
-            key = f"{name}/steps{given.steps}/seed{seed}"
-            if key in found["losses"]:
-                continue
-            words = [*LOSS, "--steps", str(given.steps), "--seed", str(seed)]
-            words += ["--data.source", given.data, "--out", str(given.out / "scratch")]
-            payload = {"arms": [(name, config_of(name, words))], "threads": 1}
-            try:
-                loss = launch(given.nproc, "benchmarks.peers.training:losses", payload)[0][0]
-            except ThinwireError as error:
-                print(f"{key}: {str(error).splitlines()[-1]}", flush=True)
-                continue
+    for name in given.arms:
+        keys = {seed: f"{name}/steps{given.steps}/seed{seed}" for seed in range(given.seeds)}
+        keys = {seed: key for seed, key in keys.items() if key not in found["losses"]}
+        if not keys:
+            continue
+        words = [*LOSS, "--steps", str(given.steps), "--data.source", given.data]
+        words += ["--out", str(given.out / "scratch")]
+        # One launch for all seeds: some peers compile for a minute.
+        arms = [(name, config_of(name, [*words, "--seed", str(seed)])) for seed in keys]
+        payload = {"arms": arms, "threads": 1}
+        try:
+            losses = launch(given.nproc, "benchmarks.peers.training:losses", payload)[0]
+        except ThinwireError as error:
+            print(f"{name}: {str(error).splitlines()[-1]}", flush=True)
+            continue
+        for key, loss in zip(keys.values(), losses, strict=True):
             found["losses"][key] = loss
             print(f"{key}: {loss:.4f}", flush=True)
-            save(path, found | about(given))
+        save(path, found | about(given))
     print(loss_table(found["losses"], given))
     return found
 
