@@ -159,3 +159,28 @@ def mixed_table(runs: dict[str, Any]) -> str:
         text += "\n\nSelective minus uniform, each in the mode that suits it:\n\n"
         text += table(["compression", "nats (95 % interval)"], duels)
     return text
+
+
+def peers_table(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks/peers`: losses and speeds beside the first arm's."""
+    losses: Losses = {}
+    for key, loss in result["losses"].items():
+        arm, _, seed = key.split("/")
+        losses.setdefault(arm, {})[int(seed.removeprefix("seed"))] = loss
+    first = result["settings"]["speed"]["arms"][0]
+    rows = []
+    for arm in dict.fromkeys([*losses, *result["speeds"]]):
+        seeds, speed = losses.get(arm, {}), result["speeds"].get(arm)
+        whose = "peer" if arm in result["peers"] else "thinwire"
+        row = [f"`{arm}`", whose, str(len(seeds)), spread(seeds.values()) if seeds else ""]
+        if arm == first:
+            rows.append([*row, "reference", "1.00×", ""])
+            continue
+        row.append(gap(seeds, losses.get(first, {})) if seeds else "")
+        if speed is not None:
+            row += [f"{speed['speedup']:.2f}×", f"{speed['bytes'] / 1e6:.2f}"]
+        rows.append(row + [""] * (7 - len(row)))
+    rate = result["rate_bits_per_s"] / 1e6
+    head = ["arm", "whose", "seeds", "held-out loss ± s.e., nats", f"to `{first}` (95 % interval)",
+            f"step, faster than `{first}` at {rate:g} Mbit/s", "MB per rank and step"]  # fmt: skip
+    return table(head, rows)

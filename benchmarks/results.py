@@ -18,7 +18,7 @@ from typing import Any
 # Run as a script, this folder is on the path, not the one above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.parity import parity_page
-from benchmarks.quality_tables import mixed_table, outer_table, sparse_table, table
+from benchmarks.quality_tables import mixed_table, outer_table, peers_table, sparse_table, table
 from thinwire.lab.bench import cpu_name
 from thinwire.train.metrics import versions
 
@@ -202,6 +202,8 @@ def optimizer_table(result: dict[str, Any]) -> str:
 
 
 def kind_table(result: dict[str, Any]) -> str:
+    if "peers" in result:
+        return peers_table(result)
     if "runs" in result:
         kind = next(iter(result["runs"].values()))
         tables = {"plan": mixed_table, "warmup": sparse_table}

@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers loss --steps 300 --seeds 5 --out runs/peers
     python -m benchmarks.peers speed --rate 200mbit --out runs/peers
+    python -m benchmarks.peers join --out runs/peers      # peers.json, to be kept as a result
 
 Peers come with `pip install thinwire[peers]`; an arm whose package is missing is named and left
 out. Bytes are the interface's own counters, so a peer's bytes are counted by us. The first arm is
@@ -140,6 +141,23 @@ def run_speeds(given: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
+def join(given: argparse.Namespace) -> dict[str, Any]:
+    """Write losses and speeds as one result."""
+    losses, speeds = (
+        json.loads((given.out / f"{n}.json").read_text()) for n in ("losses", "speeds")
+    )
+    joined = {
+        "peers": list(PEERS),
+        "losses": losses["losses"],
+        "speeds": speeds["speeds"],
+        "rate_bits_per_s": speeds["rate_bits_per_s"],
+        "settings": {"loss": losses["settings"], "speed": speeds["settings"]},
+        "versions": losses["versions"],
+    }
+    save(given.out / "peers.json", joined)
+    return joined
+
+
 def row(ranks: list[Any], nproc: int) -> dict[str, float]:
     """Return mean step time (over rounds, the slowest rank's), speed-up and interface bytes.
 
@@ -171,7 +189,7 @@ def save(path: Path, value: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("loss", "speed"))
+    parser.add_argument("what", choices=("loss", "speed", "join"))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300, help="of a loss run")
@@ -182,7 +200,7 @@ def main() -> None:
     parser.add_argument("--round-steps", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/peers"))
     given = parser.parse_args()
-    {"loss": run_losses, "speed": run_speeds}[given.what](given)
+    {"loss": run_losses, "speed": run_speeds, "join": join}[given.what](given)
 
 
 if __name__ == "__main__":
