@@ -201,31 +201,31 @@ def optimizer_table(result: dict[str, Any]) -> str:
     return table(["optimizer", "step, ms", "to torch's"], rows)
 
 
+# A key that only such a result has -> its table, the first that fits.
+KINDS = {
+    "peers": peers_table,
+    "claims": claims_table,
+    "optimizer_steps": optimizer_table,
+    "mask_waits": mask_waits_table,
+    "probed": plan_error_table,
+    "rows": bench_table,
+    "rate_bits_per_s": lab_table,
+    "reference": compare_table,
+}
+
+
 def kind_table(result: dict[str, Any]) -> str:
-    if "peers" in result:
-        return peers_table(result)
     if "runs" in result:
         kind = next(iter(result["runs"].values()))
         tables = {"plan": mixed_table, "warmup": sparse_table}
         return next((made for key, made in tables.items() if key in kind), outer_table)(
             result["runs"]
         )
-    if "claims" in result:
-        return claims_table(result)
-    if "optimizer_steps" in result:
-        return optimizer_table(result)
-    if "mask_waits" in result:
-        return mask_waits_table(result)
-    if "probed" in result:
-        return plan_error_table(result)
     if isinstance(result.get("arms"), dict):
         return break_even_table(result)
-    if "rows" in result:
-        return bench_table(result)
-    if "rate_bits_per_s" in result:
-        return lab_table(result)
-    if "reference" in result:
-        return compare_table(result)
+    for key, made in KINDS.items():
+        if key in result:
+            return made(result)
     return "```json\n" + json.dumps(result, indent=1) + "\n```"
 
 
