@@ -35,7 +35,7 @@ from thinwire.lab.links import INTERFACE, burst_nbytes, parse_rate, shaped_links
 from thinwire.lab.rounds import measure as train_rounds
 from thinwire.plan import CodecSpeed, Compute, Group, Links, MeasuredCosts, Point, Speed, predict
 from thinwire.plan.predict import PAYS
-from thinwire.plan.workload import Workload
+from thinwire.plan.workload import DENSE_STEP, Workload
 from thinwire.train.launch import Place, launch
 from thinwire.train.mesh import make_layout
 from thinwire.train.metrics import versions
@@ -239,7 +239,7 @@ def mesh_links(group: Group, codecs: dict[str, CodecSpeed], sizes: dict) -> Link
 
 def without_dense_steps(made: Workload) -> Workload:
     """Return the steps that are measured: warm-up holds the dense first one."""
-    phases = [p for p in made.phases if "dense step" not in p.name]
+    phases = [p for p in made.phases if DENSE_STEP not in p.name]
     total = sum(p.share for p in phases)
     return replace(made, phases=tuple(replace(p, share=p.share / total) for p in phases))
 

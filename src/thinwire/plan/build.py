@@ -22,7 +22,17 @@ from thinwire.plan.job import Job, Layer, WeightsPhase
 from thinwire.plan.memory import memory
 from thinwire.plan.sharded import LayerWorks
 from thinwire.plan.sparse import sparse_works
-from thinwire.plan.workload import Coding, Compute, Message, Op, Phase, Workload, check_shares
+from thinwire.plan.workload import (
+    DENSE_STEP,
+    SYNC,
+    Coding,
+    Compute,
+    Message,
+    Op,
+    Phase,
+    Workload,
+    check_shares,
+)
 
 __all__ = ["workload_of"]
 
@@ -77,7 +87,7 @@ def _kinds(job: Job) -> list[tuple[str, float, WeightsPhase, bool | None, bool]]
     for weights in job.weights:
         for sparse_share, flag in sparse:
             for round_share, syncs in rounds:
-                words = [weights.name, "dense step" if flag is False else "", "sync" * syncs]
+                words = [weights.name, DENSE_STEP if flag is False else "", SYNC * syncs]
                 name = ", ".join(w for w in words if w) or "step"
                 share = weights.share * sparse_share * round_share
                 kinds.append((name, share, weights, flag, syncs))

@@ -15,14 +15,12 @@ from thinwire.errors import ConfigError
 from thinwire.plan.links import Links
 from thinwire.plan.measured import MeasuredCosts
 from thinwire.plan.predict import PAYS, Arm, Prediction, compare, predict
-from thinwire.plan.workload import Workload
+from thinwire.plan.workload import DENSE_STEP, SYNC, Workload
 
 __all__ = ["OFF", "Choice", "Measured", "choose", "corrected_s", "first_s"]
 
 # Relative difference from which a prediction counts as off.
 OFF = 0.2
-# Words in the names of phases (`build.workload_of`).
-_DENSE, _SYNC = "dense step", "sync"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,25 +118,25 @@ class Choice:
         if not phases or self.recurs:
             return self.step_s
         # Sorting is stable: other phases keep the order in which they come.
-        ordered = sorted(phases.items(), key=lambda item: _DENSE not in item[0])
+        ordered = sorted(phases.items(), key=lambda item: DENSE_STEP not in item[0])
         beyond_s = self.tried.get(self.name, first_s(self.chosen)) - first_s(self.chosen)
         end = 0.0
         for name, (share, seconds) in ordered:
             end += share
             if (step + 0.5) / steps < end or name == ordered[-1][0]:
-                return seconds if _DENSE in name else seconds + beyond_s
+                return seconds if DENSE_STEP in name else seconds + beyond_s
         raise AssertionError("phases are not empty")
 
     @property
     def recurs(self) -> bool:
         """Return whether some steps end a round."""
-        return any(_SYNC in name for name in self.chosen.phases)
+        return any(SYNC in name for name in self.chosen.phases)
 
 
 def first_s(prediction: Prediction) -> float:
     """Return the seconds of an arm's first step, dense ones and the ends of rounds left out."""
     for name, (_, seconds) in prediction.phases.items():
-        if _DENSE not in name and _SYNC not in name:
+        if DENSE_STEP not in name and SYNC not in name:
             return seconds
     return prediction.step_s
 
@@ -148,7 +146,7 @@ def corrected_s(prediction: Prediction, measured_s: float) -> float:
 
     What it took beyond its prediction is counted for all steps but dense ones.
     """
-    dense = sum(share for name, (share, _) in prediction.phases.items() if _DENSE in name)
+    dense = sum(share for name, (share, _) in prediction.phases.items() if DENSE_STEP in name)
     return prediction.step_s + (1 - dense) * (measured_s - first_s(prediction))
 
 

@@ -16,12 +16,14 @@ from thinwire.comm.ledger import all_gather_sent, all_reduce_sent, reduce_scatte
 from thinwire.errors import ConfigError
 
 __all__ = [
-    "SELECT", "SPARSE", "Coding", "Compute", "Costs", "Message", "Op", "Phase", "Workload",
+    "DENSE_STEP", "SELECT", "SPARSE", "SYNC", "Coding", "Compute", "Costs", "Message", "Op", "Phase", "Workload",
     "sent_bytes",
 ]  # fmt: skip
 
 # Arms' own passes over their state: names in `Compute.what`, and beside the codecs in links.json.
 SELECT, SPARSE = "select", "sparse"
+# What a phase's name holds where its steps send everything, and where they end a round.
+DENSE_STEP, SYNC = "dense step", "sync"
 
 
 @dataclass(frozen=True, slots=True)
