@@ -16,8 +16,8 @@ from thinwire.comm.ledger import all_gather_sent, all_reduce_sent, reduce_scatte
 from thinwire.errors import ConfigError
 
 __all__ = [
-    "DENSE_STEP", "SELECT", "SPARSE", "SYNC", "Coding", "Compute", "Costs", "Message", "Op", "Phase", "Workload",
-    "sent_bytes",
+    "DENSE_STEP", "SELECT", "SPARSE", "SYNC", "Coding", "Compute", "Costs", "Message", "Op",
+    "Phase", "Workload", "sent_bytes",
 ]  # fmt: skip
 
 # Arms' own passes over their state: names in `Compute.what`, and beside the codecs in links.json.
