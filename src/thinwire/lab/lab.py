@@ -65,7 +65,8 @@ class Plan:
 def _configs(plan: Plan, data: str, out: Path) -> list[dict[str, Any]]:
     configs = []
     for arm in plan.arms:
-        steps = plan.warmup + plan.rounds * plan.steps
+        # One more than is taken: a run's last step ends its outer round early.
+        steps = plan.warmup + plan.rounds * plan.steps + 1
         words = ["--data.source", data, "--out", str(out / arm.folder), "--steps", str(steps)]
         configs.append(arm_config(arm, words))
     return configs
