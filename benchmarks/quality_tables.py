@@ -164,8 +164,11 @@ def mixed_table(runs: dict[str, Any]) -> str:
 def peers_table(result: dict[str, Any]) -> str:
     """Return the table of `benchmarks/peers`: losses and speeds beside the first arm's."""
     losses: Losses = {}
+    length = f"steps{result['settings']['loss']['steps']}"
     for key, loss in result["losses"].items():
-        arm, _, seed = key.split("/")
+        arm, steps, seed = key.split("/")
+        if steps != length:
+            continue
         losses.setdefault(arm, {})[int(seed.removeprefix("seed"))] = loss
     first = result["settings"]["speed"]["arms"][0]
     rows = []

@@ -65,20 +65,30 @@ def run_losses(given: argparse.Namespace) -> dict[str, Any]:
             continue
         words = [*LOSS, "--steps", str(given.steps), "--data.source", given.data]
         words += ["--out", str(given.out / "scratch")]
-        # One launch for all seeds: some peers compile for a minute.
-        arms = [(name, config_of(name, [*words, "--seed", str(seed)])) for seed in keys]
-        payload = {"arms": arms, "threads": 1}
-        try:
-            losses = launch(given.nproc, "benchmarks.peers.training:losses", payload)[0]
-        except ThinwireError as error:
-            print(f"{name}: {str(error).splitlines()[-1]}", flush=True)
-            continue
-        for key, loss in zip(keys.values(), losses, strict=True):
-            found["losses"][key] = loss
+        arms = {key: (name, config_of(name, [*words, "--seed", str(s)])) for s, key in keys.items()}
+        # One launch for all seeds, as some peers compile for a minute; if one ends it, one each.
+        done = train_losses(given, arms) or {}
+        for key, arm in arms.items() if not done else ():
+            done |= train_losses(given, {key: arm}) or {}
+        for key, loss in done.items():
             print(f"{key}: {loss:.4f}", flush=True)
+        found["losses"] |= done
         save(path, found | about(given))
     print(loss_table(found["losses"], given))
     return found
+
+
+def train_losses(
+    given: argparse.Namespace, arms: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, float] | None:
+    """Return the held-out losses of one launch, None (and say why) where it ended early."""
+    payload = {"arms": list(arms.values()), "threads": 1}
+    try:
+        losses = launch(given.nproc, "benchmarks.peers.training:losses", payload)[0]
+    except ThinwireError as error:
+        print(f"{', '.join(arms)}: {str(error).splitlines()[-1]}", flush=True)
+        return None
+    return dict(zip(arms, losses, strict=True))
 
 
 def loss_table(losses: dict[str, float], given: argparse.Namespace) -> str:

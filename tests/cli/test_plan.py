@@ -403,6 +403,12 @@ def test_unlike_replicas_are_weighed_with_their_own_speeds(tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["plan", "hetero", "--links", str(cluster)]) == 2
     assert "give --cluster FILE" in capsys.readouterr().err
+    for words, said in (
+        (["--arms", "subspace-pp"], "of unlike replicas, the configuration as given is weighed"),
+        (["--compress", "auto"], "compress auto chooses for equal replicas"),
+    ):
+        assert cli.main([*args[:4], "--nproc", "3", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_unlike_replicas_are_simulated_over_the_speed_of_their_line(tmp_path, capsys):

@@ -146,7 +146,7 @@ def test_a_mesh_that_does_not_fit_the_cluster(mesh, says):
 
 
 def test_replicas_must_be_dealt_evenly_to_sites():
-    with pytest.raises(ConfigError, match="can't be dealt to 4 sites"):
+    with pytest.raises(ConfigError, match="can't be dealt evenly to 4 sites"):
         costs(SITES, dp_replicate=3)
 
 
@@ -219,3 +219,39 @@ def test_a_step_of_no_seconds_is_refused():
 def test_a_prediction_is_plain_json():
     found = predict(workload_of(job(mesh={"dp_shard": 2})), Flat())
     assert json.loads(json.dumps(found.to_dict()))["step_s"] == found.step_s
+
+
+def test_a_broadcast_takes_as_long_as_gathering_its_pieces():
+    at = costs(dp_shard=32)
+    whole = message("broadcast", 32 * 10**7, 32)
+    assert at.seconds(whole) == at.seconds(message("all_gather", 10**7, 32))
+    assert whole.sent == 31 * 32 * 10**7
+
+
+def test_stages_of_unlike_replicas_are_neighbours():
+    import tomllib
+
+    two = "nodes = 2\ndevices_per_node = 2\n" + TOML[TOML.index("[inside]") :]
+    made = Cluster.from_dict(tomllib.loads(two))
+    mesh = MESH | {"pp": 2, "dp_replicate": 2}
+    like, unlike = ClusterCosts(made, mesh), ClusterCosts(made, mesh, unlike_ranks=4)
+    assert (like.wire("pp"), like.wire("dp_replicate")) == ("across", "inside")
+    assert (unlike.wire("pp"), unlike.wire("dp_replicate")) == ("inside", "across")
+    # Three ranks on one node: a whole replica and a pipeline of two.
+    one = Cluster.from_dict(
+        tomllib.loads("nodes = 1\ndevices_per_node = 3\n" + two[two.index("[inside]") :])
+    )
+    assert ClusterCosts(one, mesh, unlike_ranks=3).wire("world") == "inside"
+
+
+def test_a_line_that_a_mesh_needs_is_named():
+    import tomllib
+
+    text = TOML.replace("devices_per_node = 8", "devices_per_node = 1")
+    sites = "\n[sites]\ncount = 2\nup_gbit_per_s = 1\ndown_gbit_per_s = 1\n"
+    alone = text[: text.index("[inside]")] + text[text.index("[device]") :] + sites
+    at = ClusterCosts(
+        Cluster.from_dict(tomllib.loads(alone)), MESH | {"dp_replicate": 2, "dp_shard": 2}
+    )
+    with pytest.raises(ConfigError, match=r"talk across nodes, and the cluster has no \[across\]"):
+        at.seconds(message("all_gather", 10**6, 2))

@@ -68,10 +68,10 @@ def test_weights_that_no_gather_brings_are_read_where_they_are_used():
 
 
 def test_ranks_agree_on_scales_and_verdicts():
-    storage = Storage(fmt=FP8, names=NAMES, flag_bytes=(4,), maxima_bytes={"tp": 400})
+    storage = Storage(fmt=FP8, names=NAMES, flag_bytes=(4,), maxima_bytes={"tp": (300, 100)})
     made = workload_of(job(mesh=MESH | {"tp": 2}, storage=storage))
     sent = sorted(m.nbytes for m in works(made, Message, link="scalars") if m.nbytes)
-    assert sent == [4, 400]
+    assert sent == [4, 100, 300]
 
 
 def test_memory_holds_codes_not_floats():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.comm.ledger import all_gather_sent, all_reduce_sent
+from thinwire.comm.ledger import all_reduce_sent
 from thinwire.plan import messages
 from thinwire.plan.job import Job, Layer, WeightsPhase
 from thinwire.plan.memory import memory
@@ -32,6 +32,7 @@ from thinwire.plan.workload import (
     Phase,
     Workload,
     check_shares,
+    sent_bytes,
 )
 
 __all__ = ["workload_of"]
@@ -176,7 +177,7 @@ class _Builder:
         waits = [*self._receive("forward", stage, index), *gathers.need(-1)]
         for place, block in enumerate(part.blocks):
             waits += gathers.need(place)
-            self._read_stored(stage, block)
+            waits = self._read_stored(stage, block, waits)
             self._compute("forward", stage, block.forward_flops, waits)
             self._reductions(stage, "forward")
             waits = []
@@ -194,12 +195,13 @@ class _Builder:
         for place in reversed(range(len(part.blocks))):
             flops = part.blocks[place].forward_flops
             waits = gathers.need(place)
-            self._read_stored(stage, part.blocks[place])
             if job.recompute:
-                self._read_stored(stage, part.blocks[place])
+                waits = self._read_stored(stage, part.blocks[place], waits)
                 self._compute("backward", stage, flops, waits)
                 self._reductions(stage, "forward", again=True)
                 waits = []
+            if job.mesh["tp"] == 1:  # else autograd keeps what forward read
+                waits = self._read_stored(stage, part.blocks[place], waits)
             self._compute("backward", stage, BACKWARD * flops, waits)
             self._reductions(stage, "backward")
             if reduces:
@@ -214,15 +216,20 @@ class _Builder:
         if stage > 0:
             self._send("backward", stage, stage - 1, index)
 
-    def _read_stored(self, stage: int, layer: Layer) -> None:
-        """Write the decoding of stored weights that no gather brings."""
+    def _read_stored(self, stage: int, layer: Layer, waits: list[int]) -> list[int]:
+        """Write the decoding of stored weights that no gather brings; return what is left to wait.
+
+        It happens where the weights are used, after what the layer waits for.
+        """
         storage = self.job.storage
         if storage is None or self.job.mesh["dp_shard"] > 1:
-            return
+            return waits
         shapes = [shape for name, shape in layer.params if name in storage.names]
-        if shapes:
-            numel = sum(torch.Size(shape).numel() for shape in shapes)
-            self.run(Coding("decode", "weights", storage.codec, numel, len(shapes)), stage)
+        if not shapes:
+            return waits
+        numel = sum(torch.Size(shape).numel() for shape in shapes)
+        self.run(Coding("decode", "weights", storage.codec, numel, len(shapes)), stage, waits)
+        return []
 
     def _compute(self, what: str, stage: int, flops: float, waits: Sequence[int]) -> None:
         self.run(Compute(what, flops), stage, waits)
@@ -411,10 +418,11 @@ class _Builder:
             works += messages.plain_all_reduce(
                 nbytes, link="scalars", axis="world", num_ranks=job.num_ranks
             )
-        for axis, nbytes in storage.maxima_bytes.items():
-            works += messages.plain_all_reduce(
-                nbytes, link="scalars", axis=axis, num_ranks=job.mesh[axis]
-            )
+        for axis, sizes in storage.maxima_bytes.items():
+            for nbytes in sizes:
+                works += messages.plain_all_reduce(
+                    nbytes, link="scalars", axis=axis, num_ranks=job.mesh[axis]
+                )
         part = job.stages[stage]
         named = [p for block in part.blocks for p in block.params if p[0] in storage.names]
         numel = sum(torch.Size(shape).numel() for _, shape in named) // job.mesh["dp_shard"]
@@ -448,15 +456,16 @@ class _Builder:
         ]
         numels = outer.numels or own
         numel = sum(numels)
-        self.host[stage] = self.through(self._inside(outer.gathered), stage)
+        pieces = [self._inside("all_gather", n, num) for n, num in outer.gathered if num > 1]
+        self.host[stage] = self.through(pieces, stage)
         picked = numel if outer.message_bytes or outer.owned else 0
         select = Compute("select", nbytes=16.0 * numel, numel=picked)
         self.run(select, stage, [self.host[stage]])
         last = self.through(self._exchange(stage, numels), stage)
         self.run(Compute("select", nbytes=8.0 * numel), stage, [last])
-        self.host[stage] = self.through(
-            self._inside([4 * n for n in numels] if outer.gathered else []), stage
-        )
+        ranks = self.job.mesh["dp_shard"] * self.job.mesh["tp"]
+        handed = [self._inside("broadcast", 4 * n, ranks) for n in numels if outer.gathered]
+        self.host[stage] = self.through(handed, stage)
 
     def _exchange(self, stage: int, numels: Sequence[int]) -> list[Coding | Message]:
         """Return the messages between replicas of a round."""
@@ -485,16 +494,14 @@ class _Builder:
                     num_ranks=num, min_bytes=0,
                 )
             ]  # fmt: skip
-        return [*works, gather(outer.note_bytes, 0)] if outer.note_bytes else [*works]
+        votes = outer.note_bytes and (stage == 0 or not outer.owned)  # a replica has one voice
+        return [*works, gather(outer.note_bytes, 0)] if votes else [*works]
 
-    def _inside(self, sizes: Sequence[int]) -> list[Coding | Message]:
-        """Return a replica's messages around a round; a broadcast counts as a gather."""
-        shards, tp = self.job.mesh["dp_shard"], self.job.mesh["tp"]
-        axis = "dp_shard" if shards > 1 else "tp"
-        return [
-            Message("weights", axis, "all_gather", n, shards * tp, all_gather_sent(n, shards * tp))
-            for n in sizes
-        ]
+    def _inside(self, collective: str, nbytes: int, num_ranks: int) -> Message:
+        """Return one of a replica's own messages around a round."""
+        axis = "dp_shard" if self.job.mesh["dp_shard"] > 1 else "tp"
+        dense = sent_bytes(collective, nbytes, num_ranks)
+        return Message("weights", axis, collective, nbytes, num_ranks, dense)
 
 
 class _Gathers:

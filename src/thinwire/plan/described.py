@@ -9,7 +9,7 @@ import torch
 from thinwire.errors import ConfigError
 from thinwire.plan.cluster import GBIT, Cluster, Line
 from thinwire.plan.job import AXES
-from thinwire.plan.workload import Coding, Compute, Message, Workload
+from thinwire.plan.workload import Coding, Compute, Message, Workload, as_gather
 
 __all__ = ["ClusterCosts"]
 
@@ -23,7 +23,8 @@ class ClusterCosts:
     Attributes:
         cluster: the hardware.
         mesh: ranks per axis of `AXES`.
-        num_ranks: ranks in all, where unlike replicas don't fill the mesh; 0: the axes' product.
+        unlike_ranks: ranks in all of unlike replicas, which don't fill the mesh and whose stages
+            are neighbours; 0: replicas are equal.
 
     Raises:
         ConfigError: the mesh has more ranks than the cluster has devices, or doesn't fit its nodes.
@@ -31,11 +32,11 @@ class ClusterCosts:
 
     cluster: Cluster
     mesh: Mapping[str, int]
-    num_ranks: int = 0
+    unlike_ranks: int = 0
     _places: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        total = self.num_ranks or math.prod(self.mesh.values())
+        total = self.unlike_ranks or math.prod(self.mesh.values())
         if total > self.cluster.num_devices:
             raise ConfigError(
                 f"the mesh has {total} ranks but the cluster {self.cluster.num_devices} devices "
@@ -46,8 +47,9 @@ class ClusterCosts:
             raise ConfigError(f"mesh.tp {tp} doesn't fit nodes of {per_node} devices")
         if self.cluster.sites is not None and self.mesh["dp_replicate"] % self.cluster.sites.count:
             raise ConfigError(
-                f"mesh.dp_replicate {self.mesh['dp_replicate']} can't be dealt to "
-                f"{self.cluster.sites.count} sites: make it a multiple"
+                f"{self.mesh['dp_replicate']} replicas can't be dealt evenly to "
+                f"{self.cluster.sites.count} sites: make their number (mesh.dp_replicate, or of "
+                "mesh.replicas) a multiple"
             )
 
     def wake_s(self, message: Message) -> float:
@@ -69,14 +71,16 @@ class ClusterCosts:
             per_node = self.cluster.devices_per_node
             per = min(per_node, self.mesh["dp_shard"])
             if axis == "world":
-                size, stride = math.prod(self.mesh.values()), 1
+                size, stride = self.unlike_ranks or math.prod(self.mesh.values()), 1
             elif axis == "node":
                 size, stride = per, 1
             elif axis == "nodes":
                 size, stride = self.mesh["dp_shard"] // per, per_node
             else:
+                # Stages lie farthest apart, but for unlike replicas, whose ranks are neighbours.
+                order = ("dp_replicate", "pp", "dp_shard", "tp") if self.unlike_ranks else AXES
                 size = self.mesh[axis]
-                stride = math.prod(self.mesh[a] for a in AXES[AXES.index(axis) + 1 :])
+                stride = math.prod(self.mesh[a] for a in order[order.index(axis) + 1 :])
             local = min(size, max(1, per_node // stride))
             self._places[axis] = (local, -(-size // local))
         return self._places[axis]
@@ -98,6 +102,8 @@ class ClusterCosts:
         wire = self.wire(message.axis)
         if wire == "sites":
             return self._site_seconds(message)
+        if message.collective == "broadcast":
+            message = as_gather(message)
         num, nbytes = message.num_ranks, message.nbytes
         local, nodes = self.spread(message.axis)
         if message.collective == "send_recv":
@@ -109,19 +115,21 @@ class ClusterCosts:
         exchange = message.collective == "all_to_all"
         seconds = 0.0
         if local > 1:
-            assert self.cluster.inside is not None
             pieces = local - 1 if exchange else num - 1
-            seconds = times * pieces * piece / self.cluster.inside.bytes_per_s
+            seconds = times * pieces * piece / self._line("inside").bytes_per_s
         if nodes > 1:
-            assert self.cluster.across is not None
-            share = local / self.cluster.devices_per_node * self.cluster.across.bytes_per_s
+            share = local / self.cluster.devices_per_node * self._line("across").bytes_per_s
             pieces = (num - local) * (local if exchange else 1)
             seconds = max(seconds, times * pieces * piece / share)
         return seconds + times * self._latency(local, nodes, exchange)
 
     def _line(self, wire: str) -> Line:
         line = self.cluster.inside if wire == "inside" else self.cluster.across
-        assert line is not None
+        if line is None:
+            raise ConfigError(
+                f"ranks of this mesh talk {wire} {'a node' if wire == 'inside' else 'nodes'}, and "
+                f"the cluster has no [{wire}]: add gbit_per_s and latency_s there"
+            )
         return line
 
     def _latency(self, local: int, nodes: int, exchange: bool) -> float:

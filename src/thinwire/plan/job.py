@@ -135,7 +135,7 @@ class Outer:
         note_bytes: of the votes on a round.
         numels: weights of each parameter, which the first rank of a replica exchanges whole;
             empty: those of the stage, as its shapes say.
-        gathered: per parameter that lies in pieces on a replica's ranks, bytes of a piece that the
+        gathered: per parameter that lies in pieces on a replica's ranks, (bytes, pieces) that the
             first one collects before the exchange; it hands them all out afterwards.
         owned: where stages exchange parts of their own: per stage, (bytes, weights) of each
             message, in place of `message_bytes`.
@@ -147,7 +147,7 @@ class Outer:
     codec: Codec | None = None
     note_bytes: int = 0
     numels: tuple[int, ...] = ()
-    gathered: tuple[int, ...] = ()
+    gathered: tuple[tuple[int, int], ...] = ()
     owned: tuple[tuple[tuple[int, int], ...], ...] = ()
     handed_on: tuple[int, int] = (0, 0)
 

@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 
 from thinwire.errors import ConfigError
 from thinwire.plan.links import Group, Links
-from thinwire.plan.workload import SELECT, SPARSE, Coding, Compute, Message, Workload
+from thinwire.plan.stored import StoredCodec
+from thinwire.plan.workload import (
+    SELECT,
+    SPARSE,
+    Coding,
+    Compute,
+    Message,
+    Workload,
+    as_gather,
+)
 
 __all__ = ["MeasuredCosts"]
 
@@ -70,6 +79,8 @@ class MeasuredCosts:
 
     def seconds(self, message: Message) -> float:
         """Return the interpolated seconds of a message."""
+        if message.collective == "broadcast":
+            message = as_gather(message)
         group = self.links.group(self.wire(message.axis))
         if message.axis == "world":
             # A few numbers: what counts is the latency, on every axis in turn at worst.
@@ -108,9 +119,11 @@ class MeasuredCosts:
         if speed is None:
             if coding.codec.facts.exact:
                 return 0.0  # a copy that the dense path makes too
+            what = f"{type(coding.codec).__name__} as it is set for link {coding.link}"
+            if isinstance(coding.codec, StoredCodec):
+                what = f"weights stored as {coding.codec.fmt} (systems.storage)"
             raise ConfigError(
-                f"the links hold no speed of {type(coding.codec).__name__} as it is set for link "
-                f"{coding.link}: probe again with this recipe and its settings"
+                f"the links hold no speed of {what}: probe again with this recipe and its settings"
             )
         if coding.what == "encode":
             return coding.calls * speed.encode_latency_s + coding.numel * speed.encode_s_per_value

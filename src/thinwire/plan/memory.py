@@ -56,7 +56,8 @@ def _saved(job: Job, stage: Stage) -> int:
     saved = 0
     for name, shape in shapes:
         numel = -(-shape[0] // shards) * torch.Size(shape[1:]).numel()
-        saved += 4 * numel - job.storage.message_nbytes(name, shape, shards)
+        saved += (4 - job.storage.beside) * numel
+        saved -= job.storage.message_nbytes(name, shape, shards)
     return saved
 
 

@@ -12,12 +12,13 @@ from dataclasses import replace
 from thinwire.errors import ConfigError
 from thinwire.plan.build import workload_of
 from thinwire.plan.job import Job
-from thinwire.plan.workload import Message, Op, Phase, Workload
+from thinwire.plan.workload import Coding, Compute, Message, Op, Phase, Workload
 
 __all__ = ["mixed_workload"]
 
 MEETINGS = "scalars", "outer"
 EXCHANGE = "outer", "dp_replicate"
+Work = Compute | Coding | Message
 
 
 def mixed_workload(name: str, jobs: Sequence[Job], speeds: Sequence[float] = ()) -> Workload:
@@ -34,11 +35,14 @@ def mixed_workload(name: str, jobs: Sequence[Job], speeds: Sequence[float] = ())
     """
     every = {job.outer.sync_every if job.outer is not None else 0 for job in jobs}
     wide = any(job.mesh["dp_shard"] * job.mesh["tp"] > 1 for job in jobs)
-    if len(every) != 1 or 0 in every or wide:
-        raise ConfigError("unlike replicas need the same outer rounds, and one rank per stage")
+    if len(jobs) < 2 or len(every) != 1 or 0 in every or wide:
+        raise ConfigError(
+            "unlike replicas are two or more, with the same outer rounds and one rank per stage"
+        )
     parts = [workload_of(job) for job in jobs]
+    num_ranks = sum(job.mesh["pp"] for job in jobs)
     phases = [
-        Phase(alike[0].name, alike[0].share, _joined([phase.ops for phase in alike]))
+        Phase(alike[0].name, alike[0].share, _joined([phase.ops for phase in alike], num_ranks))
         for alike in zip(*(part.phases for part in parts), strict=True)
     ]
     slow = speeds or [1.0] * len(jobs)
@@ -47,7 +51,7 @@ def mixed_workload(name: str, jobs: Sequence[Job], speeds: Sequence[float] = ())
         busiest,
         name=name,
         phases=tuple(phases),
-        num_ranks=sum(job.mesh["pp"] for job in jobs),
+        num_ranks=num_ranks,
         mesh={**jobs[0].mesh, "pp": max(job.mesh["pp"] for job in jobs)},
         params=jobs[0].params,
         memory=max((part.memory for part in parts), key=lambda m: sum(m.values())),
@@ -56,7 +60,7 @@ def mixed_workload(name: str, jobs: Sequence[Job], speeds: Sequence[float] = ())
     )
 
 
-def _joined(replicas: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
+def _joined(replicas: Sequence[Sequence[Op]], num_ranks: int) -> tuple[Op, ...]:
     """Return the operations of all replicas, cut at their meetings and renumbered."""
     cuts = [_cuts(ops) for ops in replicas]
     first_stage = [0]
@@ -90,7 +94,7 @@ def _joined(replicas: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
             handed_in[replica] = len(joined)
         joined.append(
             Op(
-                op.work,
+                _among_all(op.work, num_ranks),
                 tuple(sorted(after)),
                 tuple(number[replica, i] for i in op.carried),
                 op.stage + shift,
@@ -100,6 +104,13 @@ def _joined(replicas: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
     return tuple(joined)
 
 
+def _among_all(work: Work, num_ranks: int) -> Work:
+    """Return what a replica's builder took for the ranks of replicas like it."""
+    if isinstance(work, Message) and work.axis == "world":
+        return replace(work, num_ranks=num_ranks)
+    return work
+
+
 def _cuts(ops: Sequence[Op]) -> list[int]:
     """Return where a replica's operations begin, meet the others' (its end if they don't), end."""
     found = [0]
@@ -107,5 +118,5 @@ def _cuts(ops: Sequence[Op]) -> list[int]:
         places = (
             i for i, op in enumerate(ops) if isinstance(op.work, Message) and op.work.link == link
         )
-        found.append(next(places, len(ops)))
+        found.append(max(found[-1], next(places, len(ops))))
     return [*found, len(ops)]

@@ -96,13 +96,16 @@ class Storage:
         fmt: how they are stored.
         names: full names of the stored matrices.
         flag_bytes: of the all-reduces of a step over all ranks, one each.
-        maxima_bytes: per mesh axis, bytes of the all-reduce of block maxima that ranks share.
+        maxima_bytes: per mesh axis, bytes of the all-reduces of block maxima that ranks share.
+        beside: bytes per stored weight of what is kept beside codes and scales: a master copy, the
+            errors of Kahan sums.
     """
 
     fmt: Format
     names: frozenset[str]
     flag_bytes: tuple[int, ...] = ()
-    maxima_bytes: Mapping[str, int] = field(default_factory=dict)
+    maxima_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    beside: int = 0
 
     @property
     def codec(self) -> StoredCodec:

@@ -8,7 +8,7 @@ ledger's callers use.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from thinwire.codecs import Codec
@@ -17,7 +17,7 @@ from thinwire.errors import ConfigError
 
 __all__ = [
     "DENSE_STEP", "SELECT", "SPARSE", "SYNC", "Coding", "Compute", "Costs", "Message", "Op",
-    "Phase", "Workload", "sent_bytes",
+    "Phase", "Workload", "as_gather", "sent_bytes",
 ]  # fmt: skip
 
 # Arms' own passes over their state: names in `Compute.what`, and beside the codecs in links.json.
@@ -72,7 +72,8 @@ class Message:
     Attributes:
         link: ledger link.
         axis: mesh axis whose groups take part.
-        collective: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "send_recv".
+        collective: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv", or
+            "broadcast", by the first rank.
         nbytes: bytes of what one rank hands in: its shard for an all-gather, the whole input for
             the others.
         num_ranks: ranks of the group.
@@ -92,6 +93,12 @@ class Message:
         return sent_bytes(self.collective, self.nbytes, self.num_ranks)
 
 
+def as_gather(message: Message) -> Message:
+    """Return the all-gather that takes about as long as a broadcast: pieces of what it carries."""
+    piece = -(-message.nbytes // message.num_ranks)
+    return replace(message, collective="all_gather", nbytes=piece)
+
+
 def sent_bytes(collective: str, nbytes: int, num_ranks: int) -> int:
     """Return the bytes one rank sends in a collective whose every rank hands in `nbytes`."""
     if collective == "all_gather":
@@ -102,6 +109,8 @@ def sent_bytes(collective: str, nbytes: int, num_ranks: int) -> int:
         return reduce_scatter_sent(-(-nbytes // num_ranks), num_ranks)
     if collective == "send_recv":
         return nbytes
+    if collective == "broadcast":
+        return (num_ranks - 1) * nbytes
     raise ConfigError(f"unknown collective {collective!r}")
 
 

@@ -5,6 +5,7 @@ shared weights and talks to the other replicas, then hands the result back the s
 need not share a layout: one may be a single rank, another two of FSDP2.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -77,11 +78,11 @@ class Inner:
         quantized = local_quantized(p)
         if quantized is not None:
             if isinstance(p, DTensor):
-                self._book(all_gather_sent(quantized.storage_nbytes, self.size))
+                self._book(all_gather_sent(quantized.storage_nbytes, _pieces(p)))
             return whole_values(p)
         if not isinstance(p, DTensor):
             return p
-        self._book(all_gather_sent(p.to_local().nbytes, self.size))
+        self._book(all_gather_sent(p.to_local().nbytes, _pieces(p)))
         return p.full_tensor()
 
     def start(self, name: str, theta: Tensor) -> Tensor:
@@ -144,6 +145,12 @@ class Inner:
                 exempt_bytes=nbytes,
                 reason=_REASON,
             )
+
+
+def _pieces(p: DTensor) -> int:
+    """Return the number of pieces that a parameter lies in."""
+    axes = enumerate(p.placements)
+    return math.prod(p.device_mesh.size(axis) for axis, place in axes if not place.is_replicate())
 
 
 def _check(name: str, p: nn.Parameter) -> None:

@@ -75,7 +75,7 @@ def check_ranks(config: Config, num_ranks: int) -> dict[str, int]:
     if named != num_ranks:
         raise ConfigError(
             f"mesh.replicas {config.mesh.replicas!r} names {named} ranks, but {num_ranks} run: "
-            "change --nproc"
+            "change --nproc (of `thinwire simulate`, --ranks)"
         )
     stages = max(len(table["ranks"]) for table in tables)
     sizes = {"pp": stages, "dp_replicate": len(tables), "dp_shard": 1, "tp": 1}
@@ -89,6 +89,11 @@ def _check_mixed(config: Config, tables: list[dict[str, Any]]) -> None:
     systems = config.systems
     if systems.outer.method != "sparseloco":
         raise ConfigError("mesh.replicas needs systems.outer.method sparseloco")
+    if config.compress == "auto":
+        raise ConfigError(
+            "compress auto chooses for equal replicas: with mesh.replicas set compress given, and "
+            "weigh the ratios with `thinwire plan --cluster`"
+        )
     compressed = [table for table in tables if table.get("rank_ratio")]
     dim = config.model.dim
     for table in compressed:

@@ -55,14 +55,14 @@ def dense_twin(config: Config) -> Config:
 
     Unlike replicas keep their rounds, which they can't do without; their boundaries are dense.
     """
-    if config.mesh.replicas:
-        bare = " ".join(word.partition(":")[0] for word in config.mesh.replicas.split())
-        mesh, outer = replace(config.mesh, replicas=bare), config.systems.outer
-        return replace(config, recipe="dense", mesh=mesh, systems=Systems(outer=outer))
     kept = replace(config.systems.replicas, optimizer="adamw")
     if config.systems.replicas.optimizer in ("adams", "scape"):
         kept = replace(kept, optimizer="adams")
     systems = Systems(storage=config.systems.storage, replicas=kept)
+    if config.mesh.replicas:
+        bare = " ".join(word.partition(":")[0] for word in config.mesh.replicas.split())
+        systems = replace(systems, outer=config.systems.outer)
+        config = replace(config, mesh=replace(config.mesh, replicas=bare))
     return replace(config, recipe="dense", compress="given", systems=systems)
 
 

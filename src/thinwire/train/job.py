@@ -219,28 +219,38 @@ def _storage(config: Config, sizes: dict[str, int], stages: tuple[Stage, ...]) -
     fmt = storage_format(cfg)
     named = {n: s for stage in stages for block in stage.blocks for n, s in block.params}
     stored = {name: shape for name, shape in named.items() if len(shape) == 2}
-    # Every rank sends as much as one of the stage that shares most.
-    maxima = [_maxima_bytes(fmt, sizes, stage, stored) for stage in stages]
-    axes = {axis: max(one.get(axis, 0) for one in maxima) for one in maxima for axis in one}
-    return Storage(fmt=fmt, names=frozenset(stored), flag_bytes=(_FLAG, _FLAG), maxima_bytes=axes)
+    # What the stage that shares most sends stands for all.
+    maxima = max((_maxima_bytes(fmt, sizes, stage, stored) for stage in stages), key=_total)
+    axes = {axis: found if cfg.fused_backward else (sum(found),) for axis, found in maxima.items()}
+    return Storage(
+        fmt=fmt,
+        names=frozenset(stored),
+        # Gradients are looked at before the step, new weights after it; fused, the latter alone.
+        flag_bytes=(_FLAG,) if cfg.fused_backward else (_FLAG, _FLAG),
+        maxima_bytes=axes,
+        beside={"master": 4, "kahan": 2}.get(cfg.error, 0),
+    )
+
+
+def _total(maxima: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(sum, maxima.values()))
 
 
 def _maxima_bytes(
     fmt: Format, sizes: dict[str, int], stage: Stage, stored: Mapping[str, tuple[int, ...]]
-) -> dict[str, int]:
-    """Return, per axis, the bytes of the block maxima that ranks share (`eco.placement`)."""
-    found: Counter[str] = Counter()
+) -> dict[str, tuple[int, ...]]:
+    """Return, per axis and matrix, bytes of the block maxima that ranks share (`eco.placement`)."""
+    whole = fmt.granularity == "tensor"
+    if not fmt.has_scales or fmt.granularity == "group":
+        return {}
+    found: dict[str, list[int]] = {"tp": [], "dp_shard": []}
     for name, shape in (p for block in stage.blocks for p in block.params if p[0] in stored):
-        rows = name.split(".")[-2] in _SPLIT_ROWS
-        whole = fmt.granularity == "tensor"
-        if not fmt.has_scales or fmt.granularity == "group":
-            continue
-        scales = 1 if whole else -(-shape[0] // sizes["dp_shard"])
-        if sizes["tp"] > 1 and (rows or whole):
-            found["tp"] += 4 * scales
+        nbytes = 4 * (1 if whole else -(-shape[0] // sizes["dp_shard"]))
+        if sizes["tp"] > 1 and (whole or name.split(".")[-2] in _SPLIT_ROWS):
+            found["tp"].append(nbytes)
         if sizes["dp_shard"] > 1 and whole:
-            found["dp_shard"] += 4 * scales
-    return dict(found)
+            found["dp_shard"].append(nbytes)
+    return {axis: tuple(sizes) for axis, sizes in found.items() if sizes}
 
 
 def _tensor(config: Config, sizes: dict[str, int]) -> TensorLink:
@@ -331,19 +341,19 @@ def _outer(config: Config, sizes: dict[str, int]) -> Outer:
 
 def _pieces(
     config: Config, sizes: dict[str, int], shapes: Mapping[str, tuple[int, ...]]
-) -> list[int]:
-    """Return the bytes of a rank's piece of each parameter that ranks of a replica share."""
+) -> list[tuple[int, int]]:
+    """Return bytes and number of pieces of each parameter that ranks of a replica share."""
     found, cfg = [], config.systems.storage
     for name, shape in shapes.items():
         in_block = name.startswith("layers.")
         split = _split(name, shape, sizes["tp"]) if in_block else shape
         local = (-(-split[0] // sizes["dp_shard"]), *split[1:])
-        if local == shape and sizes["dp_shard"] == 1:
+        num = sizes["dp_shard"] * (sizes["tp"] if split != shape else 1)
+        if num == 1:
             continue
-        if in_block and len(shape) == 2 and cfg.fmt != "dense":
-            found.append(storage_format(cfg).nbytes(local))
-        else:
-            found.append(4 * math.prod(local))
+        stored = in_block and len(shape) == 2 and cfg.fmt != "dense"
+        nbytes = storage_format(cfg).nbytes(local) if stored else 4 * math.prod(local)
+        found.append((nbytes, num))
     return found
 
 

@@ -82,5 +82,5 @@ def _outer(
         sync_every=config.systems.outer.sync_every,
         owned=tuple(tuple(message(s, r) for s in shares if r in s.owners) for r in ranks),
         handed_on=message(rows, ranks[0]) if compressed else (0, 0),
-        note_bytes=note_nbytes(len({len(share.owners) for share in shares})),
+        note_bytes=note_nbytes(len(rows.owners)),
     )

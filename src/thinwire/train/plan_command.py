@@ -107,8 +107,14 @@ def make_advice(
         costs = MeasuredCosts(probed, sizes, step_s)
     else:
         assert described is not None
-        costs = ClusterCosts(described, sizes, total)
+        costs = ClusterCosts(described, sizes, total if config.mesh.replicas else 0)
     return _Planner(config, sizes, total, costs, described).advice(arms)
+
+
+ONLY_GIVEN = (
+    "of unlike replicas, the configuration as given is weighed beside dense boundaries: give "
+    "ratios in mesh.replicas (0 1,2:8) with systems.pipeline.mode constrained, and no arms"
+)
 
 
 def replica_speeds(config: Config, sites: Sites | None, num_replicas: int) -> tuple[float, ...]:
@@ -152,10 +158,11 @@ class _Planner:
         cluster, described = self.cluster, self.costs
         if cluster is None or not self.prefetch or not isinstance(described, ClusterCosts):
             return arm
-        wire = described.slowest_wire
+        # Unlike replicas differ from their twin in what crosses between stages.
+        wire = described.wire("pp") if self.config.mesh.replicas else described.slowest_wire
 
         def speedup(gbit_per_s: float) -> float:
-            costs = ClusterCosts(cluster.with_speed(wire, gbit_per_s), self.sizes, self.num_ranks)
+            costs = replace(described, cluster=cluster.with_speed(wire, gbit_per_s))
             dense, other = (
                 predict(self.made[n], costs, slowdown=self.slowdown)
                 for n in ("dense", arm.prediction.name)
@@ -168,6 +175,8 @@ class _Planner:
     def advice(self, names: Sequence[str]) -> Advice:
         """Return what to use among the named arms, or all that fit."""
         fitting = candidates(self.config, self.sizes)
+        if self.config.mesh.replicas and (set(names) - {AS_GIVEN} or not fitting):
+            raise ConfigError(ONLY_GIVEN)
         for name in names:
             if name == AS_GIVEN and name not in fitting:
                 raise ConfigError("arm as given: what was given is dense here, or a recipe's arm")

@@ -14,17 +14,18 @@ from thinwire.plan import Cluster, ClusterCosts, Costs, Workload
 from thinwire.plan.cluster import LEAST, MOST
 from thinwire.plan.simulate import MAX_RANKS, Stragglers, Sweep, sweep
 from thinwire.train.arguments import Arguments
-from thinwire.train.axes import check_ranks, resolve_axes
+from thinwire.train.axes import check_ranks, parse_replicas, resolve_axes
 from thinwire.train.candidates import LINK_OF, candidates, dense_twin
 from thinwire.train.config import Config
 from thinwire.train.parse import config_from_args, load, near
-from thinwire.train.plan_command import replica_speeds
+from thinwire.train.plan_command import ONLY_GIVEN, replica_speeds
 from thinwire.train.recipes import DEFAULT, recipe
 from thinwire.train.workload import workload
 
 __all__ = ["FORMAT", "main", "simulate"]
 
 FORMAT = "thinwire.simulate/1"
+RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096,10000"
 DESCRIPTION = """\
 Simulate a run on a cluster described in TOML: step time, scaling efficiency and hours over numbers
 of ranks and over speeds of the slowest link. RECIPE gives model, mesh and the batch of its first
@@ -50,7 +51,7 @@ def main(args: Sequence[str], write_page: WritePage) -> int:
     result = simulate(
         config,
         Cluster.read(given.cluster),
-        ranks=_numbers(given.ranks, int, "--ranks"),
+        ranks=_numbers(given.ranks or _ranks(config), int, "--ranks"),
         gbit_per_s=_numbers(given.gbit_per_s, float, "--gbit-per-s"),
         arms=tuple(given.arms or ()),
         scaling=given.scaling,
@@ -186,7 +187,11 @@ class _Scale:
             prefetch=cluster.prefetch,
             speeds=self.speeds,
         )
-        return made, ClusterCosts(cluster.with_nodes(num_ranks), sizes, num_ranks)
+        return made, self.costs(cluster.with_nodes(num_ranks), sizes, num_ranks)
+
+    def costs(self, cluster: Cluster, sizes: dict[str, int], num_ranks: int) -> ClusterCosts:
+        """Return what operations cost on a cluster."""
+        return ClusterCosts(cluster, sizes, num_ranks if self.config.mesh.replicas else 0)
 
     def by_ranks(self, config: Config) -> Callable[[float], tuple[Workload, Costs]]:
         """Return what `sweep` asks over ranks."""
@@ -196,10 +201,11 @@ class _Scale:
         """Return what `sweep` asks over link speeds."""
         made, _ = self.at(config, num_ranks, self.cluster)
         sizes, cluster = self.sizes(num_ranks), self.cluster.with_nodes(num_ranks)
-        wire = ClusterCosts(cluster, sizes, num_ranks).slowest_wire
+        costs = self.costs(cluster, sizes, num_ranks)
+        wire = costs.wire("pp") if self.config.mesh.replicas else costs.slowest_wire
 
         def make(speed: float) -> tuple[Workload, Costs]:
-            return made, ClusterCosts(cluster.with_speed(wire, speed), sizes, num_ranks)
+            return made, replace(costs, cluster=cluster.with_speed(wire, speed))
 
         return make
 
@@ -226,6 +232,8 @@ def _arms(config: Config, sizes: dict[str, int], names: Sequence[str]) -> dict[s
     if config.systems != found["dense"].systems:
         found[config.recipe or "as configured"] = config
     fitting = candidates(config, sizes)
+    if names and config.mesh.replicas:
+        raise ConfigError(ONLY_GIVEN)
     for name in names:
         if name not in LINK_OF:
             raise near("arm", name, list(LINK_OF))
@@ -233,6 +241,12 @@ def _arms(config: Config, sizes: dict[str, int], names: Sequence[str]) -> dict[s
             raise ConfigError(f"arm {name} compresses link {LINK_OF[name]}: not on this mesh")
         found[name] = fitting[name]
     return found
+
+
+def _ranks(config: Config) -> str:
+    """Return the numbers of ranks that are simulated unless told otherwise."""
+    replicas = parse_replicas(config.mesh.replicas)
+    return str(sum(len(table["ranks"]) for table in replicas)) if replicas else RANKS
 
 
 def _numbers(text: str, kind: type, flag: str) -> list[Any]:
@@ -254,8 +268,7 @@ def _parser() -> Arguments:
     add("--cluster", metavar="FILE", help="the cluster, TOML")
     add(
         "--ranks",
-        default="2,4,8,16,32,64,128,256,512,1024,2048,4096,10000",
-        help="numbers of ranks",
+        help=f"numbers of ranks (default {RANKS}; of mesh.replicas, those that it names)",
     )
     add("--gbit-per-s", default="0.1,0.3,1,3,10,30,100,300,1000", help="speeds of the slowest link")
     add("--arms", nargs="+", metavar="ARM", help="further recipes whose systems are simulated")
