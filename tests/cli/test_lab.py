@@ -14,6 +14,7 @@ import pytest
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.lab.arms import parse_arm
+from thinwire.lab import rounds
 from thinwire.lab.lab import Plan, summarise
 from thinwire.lab.links import parse_rate, shaped_links
 
@@ -165,6 +166,15 @@ def test_an_exchange_every_third_step_counts_a_third():
     _, sparse = summarise(plan, free, [[answer([4.1] * 3, 4e6, 4e6), outer]] * 2, 0.0)
     assert sparse["step_s_median"] == pytest.approx((2 * 0.15 + 1.6) / 3)
     assert sparse["speedup"] == pytest.approx(4.1 / ((2 * 0.15 + 1.6) / 3))
+
+
+def test_bytes_on_their_way_are_waited_for(monkeypatch):
+    counters, met = iter([500, 900, 900, 950]), []
+    monkeypatch.setattr(rounds, "sent_bytes", lambda interface: next(counters))
+    monkeypatch.setattr(rounds, "QUIET_S", 0.0)
+    monkeypatch.setattr(rounds.dist, "barrier", lambda: met.append(1))
+    assert rounds._settle("link") == 900
+    assert len(met) == 2
 
 
 @needs_root

@@ -22,6 +22,10 @@ from thinwire.train.parse import from_dict
 
 __all__ = ["Trains", "measure", "sent_bytes", "take_turns"]
 
+# A rank is done when its counter stands still for QUIET_S; one that never does is left after
+# SETTLE_S.
+QUIET_S, SETTLE_S = 0.1, 60.0
+
 
 def sent_bytes(interface: str) -> int:
     """Return the bytes this network namespace has sent on an interface, headers included.
@@ -75,6 +79,21 @@ def take_turns(trainers: Sequence[Trains], payload: dict[str, Any]) -> list[list
     return found
 
 
+def _settle(interface: str) -> int:
+    """Wait until no rank sends any more; return the bytes this one has sent by then. Collective.
+
+    So each arm's bytes count with it: what a step launched for the next one (SCAPE's masks) may be
+    on its way for a while.
+    """
+    dist.barrier()
+    until, before = time.monotonic() + SETTLE_S, -1
+    while (sent := sent_bytes(interface)) != before and time.monotonic() < until:
+        before = sent
+        time.sleep(QUIET_S)
+    dist.barrier()
+    return sent
+
+
 def _round(trainer: Trains, payload: dict[str, Any]) -> dict[str, Any]:
     interface, pad_s = payload["interface"], payload["pad_s"]
     dist.barrier()
@@ -85,10 +104,5 @@ def _round(trainer: Trains, payload: dict[str, Any]) -> dict[str, Any]:
         record = trainer.train_step()
         step_s.append(time.perf_counter() - start)
         booked += sum(record["wire"].values())
-    # The last bytes of a collective may still be on their way out of this rank.
-    dist.barrier()
-    return {
-        "step_s": step_s,
-        "ledger_bytes": booked,
-        "interface_bytes": sent_bytes(interface) - before,
-    }
+    sent = _settle(interface)
+    return {"step_s": step_s, "ledger_bytes": booked, "interface_bytes": sent - before}
