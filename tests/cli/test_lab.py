@@ -13,8 +13,8 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.errors import ConfigError
-from thinwire.lab.arms import parse_arm
 from thinwire.lab import rounds
+from thinwire.lab.arms import parse_arm
 from thinwire.lab.lab import Plan, summarise
 from thinwire.lab.links import parse_rate, shaped_links
 
