@@ -233,7 +233,8 @@ def _parser() -> Arguments:
     add("--nproc", type=int, default=2, help="ranks, a namespace each (default 2)")
     add("--rounds", type=int, default=4, help="how often each arm has its turn")
     add("--steps", type=int, default=5, help="steps of a turn")
-    add("--warmup", type=int, default=2, help="steps of each arm before the first round")
+    add("--warmup", type=int, default=2, help="steps of each arm before the first round (default "
+        "2; at least a whole outer round)")  # fmt: skip
     add("--compute-scale", type=float, default=1.0, help="stretch compute by sleeping, factor >= 1")
     add("--data", default="synthetic", help="text (default: synthetic)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all arms")
@@ -257,10 +258,11 @@ def _plan(given: argparse.Namespace) -> Plan:
     if len({arm.name for arm in arms}) < len(arms):
         raise ConfigError("two arms are the same: give each once")
     every = tuple(_sync_every(arm, given.nproc, given.steps) for arm in arms)
+    # The first exchange compiles what it needs: it belongs to the warm-up.
+    warmup = max(given.warmup, *(steps if steps > 1 else 0 for steps in every))
     return Plan(
-        arms, given.nproc, rates, given.warmup, given.rounds, given.steps, given.compute_scale,
-        every,
-    )  # fmt: skip
+        arms, given.nproc, rates, warmup, given.rounds, given.steps, given.compute_scale, every
+    )
 
 
 def main(args: Sequence[str]) -> int:
