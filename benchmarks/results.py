@@ -100,7 +100,11 @@ def lab_table(result: dict[str, Any]) -> str:
     rates = ", ".join(f"{r / 1e6:g} Mbit/s" for r in result["rate_bits_per_s"])
     head = ["arm", "step, s (iqr)", "speed-up", "ideal", "of ideal", "MB per rank and step",
             "interface / ledger", "step without a limit"]  # fmt: skip
-    return f"Rates of the ranks: {rates}.\n\n" + table(head, rows)
+    steps = "all" if "rounds" not in result else str(result["rounds"] * result["steps_per_round"])
+    return (
+        f"Rates of the ranks: {rates}. Of {steps} steps per arm: step is their median, the speed-up "
+        "compares means over turns of medians.\n\n" + table(head, rows)
+    )
 
 
 def break_even_table(result: dict[str, Any]) -> str:
