@@ -100,10 +100,10 @@ def lab_table(result: dict[str, Any]) -> str:
     rates = ", ".join(f"{r / 1e6:g} Mbit/s" for r in result["rate_bits_per_s"])
     head = ["arm", "step, s (iqr)", "speed-up", "ideal", "of ideal", "MB per rank and step",
             "interface / ledger", "step without a limit"]  # fmt: skip
-    steps = "all" if "rounds" not in result else str(result["rounds"] * result["steps_per_round"])
+    steps = result.get("steps") or result["rounds"] * result["steps_per_round"]
     return (
-        f"Rates of the ranks: {rates}. Of {steps} steps per arm: step is their median, the speed-up "
-        "compares means over turns of medians.\n\n" + table(head, rows)
+        f"Rates of the ranks: {rates}. {steps} steps per arm; a step is their median, and speed-ups "
+        "compare means over turns of medians.\n\n" + table(head, rows)
     )
 
 
