@@ -102,8 +102,8 @@ def lab_table(result: dict[str, Any]) -> str:
             "interface / ledger", "step without a limit"]  # fmt: skip
     steps = result.get("steps") or result["rounds"] * result["steps_per_round"]
     return (
-        f"Rates of the ranks: {rates}. {steps} steps per arm; a step is their median, and speed-ups "
-        "compare means over turns of medians.\n\n" + table(head, rows)
+        f"Rates of the ranks: {rates}. {steps} steps per arm; a step is their median, and "
+        "speed-ups compare means over turns of medians.\n\n" + table(head, rows)
     )
 
 
