@@ -49,10 +49,18 @@ SPEED = (
 )  # fmt: skip
 
 
-def config_of(name: str, words: list[str]) -> dict[str, Any]:
+# FSDP2 arms gather and reduce in bf16, as the peers' do; SCAPE's dense first steps, a small part of
+# a run, would be all that a speed run sees.
+BF16 = ("--compute.dtype", "bfloat16", "--compute.reduce-dtype", "bfloat16")
+OWN = dict.fromkeys(("bf16-fsdp", "aquavit", "aquavit-keep-wire", "aquavit-grad4"), BF16)
+SPARSE = dict.fromkeys(("scape-90", "scape-99"), ("--systems.replicas.dense-steps", "0"))
+
+
+def config_of(name: str, words: list[str], *, sparse: bool = False) -> dict[str, Any]:
     """Return an arm's whole configuration; a peer takes that of the recipe it competes with."""
     own = {"torchft-diloco": "diloco"}.get(name, "dense-ddp") if name in PEERS else name
-    return to_dict(config_from_args(words, recipe(own)))
+    extra = [*OWN.get(name, ()), *(SPARSE.get(name, ()) if sparse else ())]
+    return to_dict(config_from_args([*words, *extra], recipe(own)))
 
 
 def run_losses(given: argparse.Namespace) -> dict[str, Any]:
@@ -117,8 +125,9 @@ def loss_table(losses: dict[str, float], given: argparse.Namespace) -> str:
 
 def run_speeds(given: argparse.Namespace) -> dict[str, Any]:
     rate = parse_rate(given.rate)
-    rows: dict[str, Any] = {}
-    for name in given.arms[1:]:
+    path = given.out / "speeds.json"
+    rows: dict[str, Any] = json.loads(path.read_text())["speeds"] if path.exists() else {}
+    for name in [n for n in given.arms[1:] if n not in rows]:
         # A turn of a method with outer rounds holds one whole round of them.
         outer = config_of(name, [])["systems"]["outer"]
         every = outer["sync_every"] if outer["method"] != "none" else 0
@@ -126,7 +135,7 @@ def run_speeds(given: argparse.Namespace) -> dict[str, Any]:
         words = [*SPEED, "--steps", str(warmup + given.rounds * steps)]
         words += ["--data.source", "synthetic", "--out", str(given.out / "scratch")]
         payload = {
-            "arms": [(n, config_of(n, words)) for n in (given.arms[0], name)],
+            "arms": [(n, config_of(n, words, sparse=True)) for n in (given.arms[0], name)],
             "interface": INTERFACE, "warmup": warmup, "rounds": given.rounds, "steps": steps,
             "threads": 1, "pad_s": 0.0,
         }  # fmt: skip
@@ -147,7 +156,7 @@ def run_speeds(given: argparse.Namespace) -> dict[str, Any]:
             flush=True,
         )
         found = {"speeds": rows, "rate_bits_per_s": rate} | about(given)
-        save(given.out / "speeds.json", found)
+        save(path, found)
     return rows
 
 

@@ -323,6 +323,43 @@ def test_meshes_give_equal_codes(fmt):
             same(state, base)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_tensor_parallel_keeps_codes_for_backward(fmt):
+    """Between the passes no rank holds a weight's values: what autograd keeps is decoded again."""
+
+    def rank(_):
+        with fsdp_models._SEEDING:
+            torch.manual_seed(0)
+            model = Mlp()
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(
+            model, mesh, {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+        )
+        eco.quantize_(model, FORMATS[fmt][0], granularity=FORMATS[fmt][1])
+        kept = []
+
+        def pack(x):
+            kept.append(x)
+            return x
+
+        x = torch.linspace(-1, 1, 32).view(2, 16).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = model(x)
+        floats = [k for k in kept if isinstance(k, DTensor) and k.numel() == 16 * 32]
+        assert floats
+        assert all(isinstance(k.to_local(), eco.QuantizedTensor) for k in floats)
+        out.sum().backward()
+        values = [p.to_local().dequantize() for p in model.parameters()]
+        first = torch.nn.functional.linear(x.detach(), values[0]).relu()
+        grad = torch.ones(2, 16) @ values[1] * (first > 0)
+        assert torch.allclose(model.layers[0].weight.grad.to_local(), grad.T @ x.detach())
+        own = grad @ values[0]
+        dist.all_reduce(own)
+        assert torch.allclose(x.grad, own, atol=1e-6)
+
+    run_ranks(2, rank)
+
+
 def _set_grad(p, g):
     """Give a parameter its piece of a whole gradient."""
     if not isinstance(p, DTensor):

@@ -82,6 +82,8 @@ class QuantizedTensor(torch.Tensor):
         scales: fp32, see `Format.blocks`.
         master: fp32 values of the same shape, or None.
         stored: what the pieces of the parameter share.
+        turned: seen transposed. Autograd keeps the transpose of a weight for backward where the
+            linear layer's own product isn't used (DTensors of tensor parallelism): codes, so.
     """
 
     codes: Tensor
@@ -89,18 +91,20 @@ class QuantizedTensor(torch.Tensor):
     master: Tensor | None
     stored: Stored
     inner_shape: tuple[int, ...]
+    turned: bool
 
     @staticmethod
     def __new__(
         cls, codes: Tensor, scales: Tensor, master: Tensor | None, stored: Stored,
         shape: Sequence[int], dtype: torch.dtype, outer: Sequence[int] | None = None,
+        turned: bool = False,
     ) -> "QuantizedTensor":  # fmt: skip
         """Wrap the parts; `outer` is the shape shown to torch where that isn't `shape`."""
         self: QuantizedTensor = _compat.wrapper_tensor(
             cls, shape if outer is None else outer, dtype, codes.device
         )
         self.codes, self.scales, self.master, self.stored = codes, scales, master, stored
-        self.inner_shape = tuple(shape)
+        self.inner_shape, self.turned = tuple(shape), turned
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -137,7 +141,8 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return a plain tensor of the values."""
-        return self.values().to(dtype or self.dtype).view(self.shape)
+        values = self.values().to(dtype or self.dtype)
+        return values.view(self.inner_shape).t() if self.turned else values.view(self.shape)
 
     @torch.no_grad()
     def store(
@@ -154,8 +159,10 @@ class QuantizedTensor(torch.Tensor):
 
     def like(self, codes: Tensor, scales: Tensor, master: Tensor | None, **changes: Any) -> Tensor:
         """Return a tensor of the same parameter with other parts."""
-        facts = {"shape": self.inner_shape, "dtype": self.dtype} | changes
-        return QuantizedTensor(codes, scales, master, self.stored, **facts)
+        facts: dict[str, Any] = {"shape": self.inner_shape, "dtype": self.dtype}
+        if self.turned:
+            facts |= {"outer": tuple(self.shape), "turned": True}
+        return QuantizedTensor(codes, scales, master, self.stored, **(facts | changes))
 
     def mapped(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> Tensor:
         """Return a tensor whose parts went through `fn`."""
@@ -167,14 +174,16 @@ class QuantizedTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of the parts and the rest."""
         names = ["codes", "scales"] + ([] if self.master is None else ["master"])
-        return names, (self.stored, self.inner_shape, self.dtype, tuple(self.shape))
+        return names, (self.stored, self.inner_shape, self.dtype, tuple(self.shape), self.turned)
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], rest: Any, size: Any, stride: Any) -> Tensor:
         """Rebuild from `__tensor_flatten__`."""
-        stored, shape, dtype, outer = rest
+        stored, shape, dtype, outer, turned = rest
         master = parts.get("master")
-        return QuantizedTensor(parts["codes"], parts["scales"], master, stored, shape, dtype, outer)
+        return QuantizedTensor(
+            parts["codes"], parts["scales"], master, stored, shape, dtype, outer, turned
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,8 +202,11 @@ class QuantizedTensor(torch.Tensor):
     ) -> Any:
         """Run the operations in `_OPS` on the parts, others on the values."""
         kwargs = kwargs or {}
-        if func in _OPS and isinstance(args[0], QuantizedTensor):
-            return _OPS[func](func, *args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, QuantizedTensor):
+            own = _OPS.get(func) if func in _TURNED or not first.turned else None
+            if own is not None:
+                return own(func, *args, **kwargs)
         return _on_values(func, args, kwargs)
 
     # -- FSDP2 ----------------------------------------------------------------------------------
@@ -324,7 +336,8 @@ def _linear_arguments(x: Any, weight: Any, bias: Any = None) -> Any:
 
 # -- operations on the parts --------------------------------------------------------------------
 # detach, alias: nn.Parameter, state_dict, DTensor. clone, _to_copy: deepcopy, to(device).
-# split, slice, new_zeros, copy_, view: FSDP2's sharding. select: one expert of a stack.
+# split, slice, new_zeros, copy_, view: FSDP2's sharding. select: one expert of a stack. t: linear
+# layers of DTensors.
 
 
 def _detach(func: Any, a: QuantizedTensor) -> Tensor:
@@ -426,6 +439,12 @@ def _view(func: Any, a: QuantizedTensor, size: Sequence[int]) -> Tensor:
     return a.mapped(lambda part: part, outer=outer)
 
 
+def _t(func: Any, a: QuantizedTensor) -> Tensor:
+    if a.dim() != 2 or tuple(a.shape) != (a.inner_shape[::-1] if a.turned else a.inner_shape):
+        return _on_values(func, (a,), {})
+    return a.mapped(lambda part: part, outer=tuple(a.shape)[::-1], turned=not a.turned)
+
+
 def _only_rows(func: Any, dim: int) -> None:
     if dim != 0:
         raise ConfigError(
@@ -446,7 +465,9 @@ _OPS: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy,
     aten.view.default: _view,
+    aten.t.default: _t,
 }
+_TURNED = {aten.detach.default, aten.alias.default, aten.t.default}
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:

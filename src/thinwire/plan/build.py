@@ -200,8 +200,7 @@ class _Builder:
                 self._compute("backward", stage, flops, waits)
                 self._reductions(stage, "forward", again=True)
                 waits = []
-            if job.mesh["tp"] == 1:  # else autograd keeps what forward read
-                waits = self._read_stored(stage, part.blocks[place], waits)
+            waits = self._read_stored(stage, part.blocks[place], waits)
             self._compute("backward", stage, BACKWARD * flops, waits)
             self._reductions(stage, "backward")
             if reduces:
