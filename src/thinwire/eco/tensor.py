@@ -433,7 +433,8 @@ def _copy(func: Any, a: QuantizedTensor, source: Any, non_blocking: bool = False
 
 
 def _view(func: Any, a: QuantizedTensor, size: Sequence[int]) -> Tensor:
-    if tuple(size) not in ((-1,), (a.numel(),), tuple(a.shape)):
+    flat = () if a.turned else ((-1,), (a.numel(),))
+    if tuple(size) not in (*flat, tuple(a.shape)):
         return _on_values(func, (a, size), {})
     outer = tuple(a.shape) if len(size) > 1 else (a.numel(),)
     return a.mapped(lambda part: part, outer=outer)
@@ -467,7 +468,7 @@ _OPS: dict[Any, Callable[..., Any]] = {
     aten.view.default: _view,
     aten.t.default: _t,
 }
-_TURNED = {aten.detach.default, aten.alias.default, aten.t.default}
+_TURNED = {aten.detach.default, aten.alias.default, aten.t.default, aten.view.default}
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
