@@ -1,6 +1,8 @@
-"""A step of EcoAdamW beside torch's fused AdamW on as many weights, in turns.
+"""A step of EcoAdamW and AdamS beside torch's fused AdamW on as many weights, in turns.
 
-python benchmarks/eco_step.py --out eco_step.json
+OMP_WAIT_POLICY=passive python benchmarks/eco_step.py --out eco_step.json
+
+Without that setting torch's workers spin after their step and slow down whoever comes next.
 """
 
 import argparse
@@ -15,10 +17,12 @@ import torch
 from torch import nn
 
 from thinwire import eco
+from thinwire.scape import AdamS
 from thinwire.train.metrics import versions
 
 SIZE = 4096
 ARMS: dict[str, tuple[str, dict]] = {
+    "AdamS, fused": ("adams", {}),
     "fp8, nearest": ("fp8_e4m3", {"rounding": "rtn"}),
     "fp8, stochastic": ("fp8_e4m3", {}),
     "int8, stochastic": ("int8", {}),
@@ -35,6 +39,8 @@ def make_step(fmt: str | None, options: dict) -> Callable[[], float]:
     grad = torch.randn(SIZE, SIZE) * 1e-3
     if fmt is None:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    elif fmt == "adams":
+        optimizer = AdamS(model.parameters(), lr=1e-3, fused=True)
     else:
         eco.quantize_(model, fmt)
         optimizer = eco.EcoAdamW(model.parameters(), lr=1e-3, **options)
